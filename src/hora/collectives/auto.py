@@ -1,0 +1,88 @@
+"""Auto: rank 0 decides which algorithm a size gets, and tells the others.
+
+Where ranks share memory there is nothing to measure: `shared` moves the fewest bytes with the fewest meetings at every
+size, and it chooses its own shape by size. Elsewhere the candidates are measured at the first call, at a few sizes that
+grow until `BUDGET_S` is spent, by rank 0's clock alone: it says before each size whether the measurement goes on, so all
+ranks take part in the same number of calls. Beyond the largest size measured its winner goes on winning.
+
+`deterministic` skips the clock: fixed thresholds, so that two runs take the same path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import halving, moves, ring, star, tree
+from .reduction import OPERATIONS, Operation
+
+if TYPE_CHECKING:
+    from .base import Group
+
+CANDIDATES = {"ring": ring.all_reduce, "halving": halving.all_reduce, "tree": tree.all_reduce, "star": star.all_reduce}
+SIZES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20)
+BUDGET_S = 0.5
+REPEATS = 5
+FIXED = ((32 << 10, "tree"), (256 << 10, "halving"), (0, "ring"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Which algorithm for how many bytes: the first row whose limit is not passed; the last row has no limit (0)."""
+
+    rows: tuple[tuple[int, str], ...]
+    measured: bool = False
+
+    def choose(self, num_bytes: int) -> str:
+        for limit, name in self.rows[:-1]:
+            if num_bytes <= limit:
+                return name
+        return self.rows[-1][1]
+
+
+def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
+    from .base import ALGORITHMS
+
+    table = group.auto_table
+    if table is None:
+        table = group.auto_table = decide(group)
+    ALGORITHMS[table.choose(flat.numel() * flat.element_size())](group, flat, operation)
+
+
+def decide(group: Group) -> Table:
+    """Collective, inside a call of the group."""
+    if group.transport.shares_memory:
+        return Table(((0, "shared"),))
+    if group.deterministic or group.size == 1:
+        return Table(FIXED)
+    return measure(group)
+
+
+def measure(group: Group) -> Table:
+    rows: list[tuple[int, str]] = []
+    names = list(CANDIDATES)
+    started = time.monotonic()
+    for size in SIZES:
+        go_on = torch.tensor([int(time.monotonic() - started < BUDGET_S)])
+        moves.broadcast(group, go_on, root=0)
+        if not go_on.item():
+            break
+        data = torch.ones(size // 4)
+        timings: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(REPEATS):
+            for name in names:  # interleaved: a hiccup of the machine meets all of them
+                moves.barrier(group)
+                begin = time.monotonic()
+                CANDIDATES[name](group, data, OPERATIONS["max"])
+                timings[name].append(time.monotonic() - begin)
+        best = min(names, key=lambda name: statistics.median(timings[name]))
+        choice = torch.tensor([names.index(best)])
+        moves.broadcast(group, choice, root=0)
+        # A size stands for everything up to the geometric middle between it and the next one.
+        rows.append((int(size * 8**0.5), names[int(choice.item())]))
+    rows[-1] = (0, rows[-1][1])
+    return Table(tuple(rows), measured=True)

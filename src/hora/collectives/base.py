@@ -1,0 +1,615 @@
+"""Group: the ranks that act together, and the collectives they call.
+
+Every rank of a group makes the same calls in the same order. Each call is numbered, and its fingerprint (number,
+operation, shape, dtype, name, group, generation) travels with every message of it; a rank that meets another fingerprint
+than its own raises `Mismatch` on all ranks, naming both sides. When two ranks wait for each other without a message
+between them, the coordinator's line carries the question after `NOTICE_S`, so that is found out as well.
+
+Calls block, or with `wait=False` return a handle: then a thread of the group does the work while the caller computes.
+Blocking calls and handles keep their order. A group is for one thread at a time; use `new_group` for another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from ..coordinator import Control, Event
+from ..errors import HoraError, Mismatch, PeerLost
+from ..transport import Handle, Registered, Transport, Watcher
+from ..transport.base import COLLECTIVES, POINT_TO_POINT
+from . import auto, engine, halving, moves, ring, shared, star, tree
+from .reduction import Operation, check_dtype, operation_for
+
+log = logging.getLogger(__name__)
+
+Algorithm = Callable[["Group", torch.Tensor, Operation], None]
+ALGORITHMS: dict[str, Algorithm] = {
+    "star": star.all_reduce,
+    "ring": ring.all_reduce,
+    "tree": tree.all_reduce,
+    "halving": halving.all_reduce,
+    "shared": shared.all_reduce,
+    "engine": engine.all_reduce,
+    "auto": auto.all_reduce,
+}
+
+_MASK = (1 << 64) - 1
+_SPREAD = 0x9E3779B97F4A7C15  # odd: call numbers give stamps that lie far apart
+_KEPT = 64  # how many calls back a question of a peer can be answered
+_ASK_S = 0.7  # how long a rank that met a foreign stamp waits to learn what the other side called
+
+
+class Pending:
+    """A call under way on the group's thread. `wait()` returns its result or raises what went wrong."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._finished = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def wait(self) -> Any:
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+        self._finished.set()
+
+
+class Transit:
+    """A point-to-point transfer under way; `wait()` returns the tensor."""
+
+    def __init__(self, handle: Handle, tensor: torch.Tensor, finish: Callable[[], None] | None) -> None:
+        self._handle = handle
+        self._tensor = tensor
+        self._finish = finish
+
+    @property
+    def done(self) -> bool:
+        return self._handle.done
+
+    def wait(self) -> torch.Tensor:
+        self._handle.wait()
+        if self._finish:
+            self._finish()
+            self._finish = None
+        return self._tensor
+
+
+class Plan:
+    """What calls with equal arguments share: the checked operation, the words for it and the root of their stamps."""
+
+    __slots__ = ("base", "run", "text")
+
+    def __init__(self, salt: str, text: str, run: Callable[[Any], Any]) -> None:
+        self.text = text
+        self.run = run
+        self.base = int.from_bytes(hashlib.blake2b(f"{salt}|{text}".encode(), digest_size=8).digest(), "little")
+
+
+class Group(Watcher):
+    """Ranks 0 to size − 1 over one transport. Made by the world or by `new_group`, by all its ranks together: where they
+    share memory the staging slots are taken here, and OutOfMemory is raised on all of them if that is refused.
+
+    `algorithm` is what "auto" stands for in `all_reduce`; `companion(kind)` makes a second transport over the same ranks
+    (the engine's) when a call needs it; `found(ranks, transport)` makes a new group out of some of them.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        control: Control,
+        *,
+        algorithm: str = "auto",
+        deterministic: bool = False,
+        companion: Callable[[str], Transport] | None = None,
+        found: Callable[[list[int], str], Group | None] | None = None,
+    ) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.size = transport.size
+        self.generation = transport.circle.generation
+        self.others = [peer for peer in range(self.size) if peer != self.rank]
+        self.algorithm = algorithm
+        self.deterministic = deterministic
+        self.auto_table: auto.Table | None = None
+        self._control = control
+        self._companion = companion
+        self._found = found
+        self._engines: dict[str, Transport] = {}
+        self._staging = shared.Staging.open(transport) if transport.shares_memory else None
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._number = 0
+        self._stamp = 0
+        self._calls: list[tuple[int, int, Plan] | None] = [None] * _KEPT
+        self._foreign: dict[int, tuple[int, int, str]] = {}
+        self._letters: dict[tuple[int, int], int] = {}
+        self._letter_texts: dict[tuple[int, int, int], tuple[int, str]] = {}
+        self._turn = threading.RLock()
+        self._outstanding = 0
+        self._queue: queue.SimpleQueue[tuple[Pending, Callable[[], Any]] | None] | None = None
+        self._ranks = {member.rank: index for index, member in enumerate(transport.circle.members)}
+        transport.watcher = self
+
+    def __repr__(self) -> str:
+        return f"<hora.Group rank {self.rank} of {self.size} over {self.transport.kind}, generation {self.generation}>"
+
+    # -- the collectives -------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        algorithm: str = "auto",
+        name: str | None = None,
+        wait: bool = True,
+    ) -> Any:
+        """Everybody's tensor becomes the reduction of all of them, in place. Returns it, or a handle."""
+        key = ("all_reduce", op, algorithm, tensor.dtype, tensor.shape, name)
+        plan = self._plans.get(key) or self._plan_all_reduce(key, tensor, op, algorithm, name)
+        return self._issue(plan, tensor, wait)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0, name: str | None = None, wait: bool = True) -> Any:
+        """Everybody's tensor becomes the root's, in place."""
+        self._check_root(root)
+        check_dtype(tensor.dtype)
+        plan = self._plan(
+            ("broadcast", tensor.dtype, tensor.shape, root, name),
+            f"broadcast from rank {root} of {_tensor_text(tensor)}",
+            lambda t: self._in_place(t, lambda flat: moves.broadcast(self, flat, root)),
+        )
+        return self._issue(plan, tensor, wait)
+
+    def reduce(
+        self, tensor: torch.Tensor, root: int = 0, op: str = "sum", name: str | None = None, wait: bool = True
+    ) -> Any:
+        """The root's tensor becomes the reduction of all, in place; the others' stay as they are."""
+        self._check_root(root)
+        operation = operation_for(op, tensor.dtype)
+        plan = self._plan(
+            ("reduce", op, tensor.dtype, tensor.shape, root, name),
+            f"reduce {op} to rank {root} of {_tensor_text(tensor)}",
+            lambda t: self._in_place(t, lambda flat: moves.reduce(self, flat, operation, root), self.rank == root),
+        )
+        return self._issue(plan, tensor, wait)
+
+    def all_gather(self, tensor: torch.Tensor, name: str | None = None, wait: bool = True) -> Any:
+        """The list of everybody's tensors, in order of rank; their first dimensions may differ."""
+        check_dtype(tensor.dtype)
+        plan = self._plan(
+            ("all_gather", tensor.dtype, tensor.dim(), tensor.shape[1:], name),
+            f"all_gather of {_rows_text(tensor)}",
+            lambda t: _to_device(moves.all_gather(self, _host(t)), t.device),
+        )
+        return self._issue(plan, tensor, wait)
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", name: str | None = None, wait: bool = True) -> Any:
+        """This rank's share of the reduction: the rows are dealt in order, sizes differ by at most one."""
+        if tensor.dim() == 0:
+            raise ValueError("reduce_scatter deals out rows; a scalar has none")
+        operation = operation_for(op, tensor.dtype)
+        plan = self._plan(
+            ("reduce_scatter", op, tensor.dtype, tensor.shape, name),
+            f"reduce_scatter {op} of {_tensor_text(tensor)}",
+            lambda t: moves.reduce_scatter(self, _host(t), operation).to(t.device),
+        )
+        return self._issue(plan, tensor, wait)
+
+    def gather(self, tensor: torch.Tensor, root: int = 0, name: str | None = None, wait: bool = True) -> Any:
+        """On the root the list of everybody's tensors (first dimensions may differ), elsewhere None."""
+        self._check_root(root)
+        check_dtype(tensor.dtype)
+        plan = self._plan(
+            ("gather", tensor.dtype, tensor.dim(), tensor.shape[1:], root, name),
+            f"gather to rank {root} of {_rows_text(tensor)}",
+            lambda t: _to_device(moves.gather(self, _host(t), root), t.device),
+        )
+        return self._issue(plan, tensor, wait)
+
+    def scatter(
+        self, parts: Sequence[torch.Tensor] | None, root: int = 0, name: str | None = None, wait: bool = True
+    ) -> Any:
+        """This rank's part of the list that the root gives; the others give None."""
+        self._check_root(root)
+        if (parts is not None) != (self.rank == root):
+            raise ValueError(f"scatter: rank {root}, the root, gives the parts and the others give None")
+        if parts is not None and len(parts) != self.size:
+            raise ValueError(f"scatter: {len(parts)} parts for {self.size} ranks")
+        plan = self._plan(
+            ("scatter", root, name),
+            f"scatter from rank {root}",
+            lambda p: moves.scatter(self, None if p is None else [_host(t) for t in p], root),
+        )
+        return self._issue(plan, parts, wait)
+
+    def all_to_all(
+        self,
+        parts: torch.Tensor | Sequence[torch.Tensor],
+        splits: Sequence[int] | None = None,
+        name: str | None = None,
+        wait: bool = True,
+    ) -> Any:
+        """Part r goes to rank r; the list of what came, in order of rank. A tensor is cut along its rows, evenly or by
+        `splits`."""
+        if isinstance(parts, torch.Tensor):
+            if splits is None:
+                splits = [math.ceil((parts.shape[0] - r) / self.size) for r in range(self.size)]
+            if len(splits) != self.size or sum(splits) != parts.shape[0]:
+                raise ValueError(f"all_to_all: splits {list(splits)} do not cut {parts.shape[0]} rows for {self.size} ranks")
+            parts = list(parts.split(list(splits)))
+        elif splits is not None:
+            raise ValueError("all_to_all: splits cut a tensor; a list is cut already")
+        if len(parts) != self.size:
+            raise ValueError(f"all_to_all: {len(parts)} parts for {self.size} ranks")
+        device = parts[0].device
+        plan = self._plan(
+            ("all_to_all", parts[0].dtype, name),
+            f"all_to_all of {_short(parts[0].dtype)}",
+            lambda p: _to_device(moves.all_to_all(self, [_host(t) for t in p]), device),
+        )
+        return self._issue(plan, parts, wait)
+
+    def barrier(self, name: str | None = None, wait: bool = True) -> Any:
+        """Returns once every rank has called it."""
+        plan = self._plan(("barrier", name), "barrier", lambda _: moves.barrier(self))
+        return self._issue(plan, None, wait)
+
+    def send(self, tensor: torch.Tensor, to: int, name: str | None = None, wait: bool = True) -> Any:
+        """Sends to one rank, which must call `recv` with the same shape and dtype."""
+        self._check_partner(to)
+        check_dtype(tensor.dtype)
+        flat = _host(tensor).view(-1)
+        stamp = self._letter(self.rank, to, tensor, name)
+        transit = Transit(self.transport.send(to, flat, POINT_TO_POINT, stamp), tensor, None)
+        return transit.wait() if wait else transit
+
+    def recv(self, tensor: torch.Tensor, source: int, name: str | None = None, wait: bool = True) -> Any:
+        """Receives from one rank, in place. Messages between two ranks arrive in the order they were sent."""
+        self._check_partner(source)
+        check_dtype(tensor.dtype)
+        flat, finish = self._flat(tensor)
+        stamp = self._letter(source, self.rank, tensor, name)
+        transit = Transit(self.transport.recv(source, flat, POINT_TO_POINT, stamp), tensor, finish)
+        return transit.wait() if wait else transit
+
+    def new_group(self, ranks: Sequence[int], transport: str = "auto") -> Group | None:
+        """A group of some of these ranks. Every rank of this group calls it; those left out get None."""
+        chosen = sorted(set(ranks))
+        if not chosen or chosen[0] < 0 or chosen[-1] >= self.size or len(chosen) != len(ranks):
+            raise ValueError(f"new_group: {list(ranks)} are not distinct ranks between 0 and {self.size - 1}")
+        if self._found is None:
+            raise HoraError("this group cannot make others")
+        found = self._found
+        plan = self._plan(
+            ("new_group", tuple(chosen), transport),
+            f"new_group of ranks {chosen} over {transport}",
+            lambda _: (moves.barrier(self), found(chosen, transport))[1],
+        )
+        return self._issue(plan, None, True)
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Registered:
+        """Registered memory of `numel` elements per rank: collective, and only where ranks share memory."""
+        check_dtype(dtype)
+        plan = self._plan(
+            ("buffer", name, numel, dtype),
+            f"buffer {name!r} of {_short(dtype)} [{numel}]",
+            lambda _: self.transport.buffer(f"buffer/{self._number}", numel, dtype),
+        )
+        return self._issue(plan, None, True)
+
+    def all_reduce_registered(
+        self, registered: Registered, op: str = "sum", numel: int | None = None, name: str | None = None
+    ) -> torch.Tensor:
+        """Reduces everybody's `registered.mine`. The result is a view that all ranks share: read it, never write it; it
+        is valid until the next call on this memory."""
+        count = registered.mine.numel() if numel is None else numel
+        key = ("registered", op, registered.mine.dtype, count, name)
+        plan = self._plans.get(key)
+        if plan is None:
+            operation = operation_for(op, registered.mine.dtype)
+            plan = self._plan(
+                key,
+                f"all_reduce {op} of registered {_short(registered.mine.dtype)} [{count}]",
+                lambda memory: shared.reduce_registered(self, memory, operation, count),
+            )
+        return self._issue(plan, registered, True)
+
+    # -- what the algorithms use -----------------------------------------------------------------------------------
+
+    def give(self, peer: int, flat: torch.Tensor) -> Handle:
+        """Sends a piece of the call under way."""
+        return self.transport.send(peer, flat, COLLECTIVES, self._stamp)
+
+    def take(self, peer: int, flat: torch.Tensor, land: Callable[[Any, Any], object] | None = None) -> Handle:
+        """Receives a piece of the call under way; `land` reduces it into `flat` instead of replacing it."""
+        return self.transport.recv(peer, flat, COLLECTIVES, self._stamp, land)
+
+    def meet(self, registered: Registered, value: int) -> None:
+        """Raises my flag to `value` with this call's stamp, waits for everybody's, and compares their stamps."""
+        stamp = self._stamp
+        registered.signal(value, stamp)
+        registered.await_all(value)
+        for peer in self.others:
+            if registered.stamp_of(peer, value) != stamp:
+                raise self.differ(peer, COLLECTIVES)
+
+    @property
+    def staging(self) -> shared.Staging:
+        """The shared slots that ordinary tensors pass through."""
+        if self._staging is None:
+            raise ValueError(
+                f"'shared' needs ranks that share memory; this group runs over {self.transport.kind}: use 'ring' or 'auto'"
+            )
+        return self._staging
+
+    def engine(self, backend: str) -> Transport:
+        """The engine's transport over the same ranks; made at first use, by all ranks in the same call."""
+        found = self._engines.get(backend)
+        if found is None:
+            if self._companion is None:
+                raise HoraError("this group has no engine")
+            found = self._engines[backend] = self._companion(f"engine:{backend}")
+            found.watcher = self
+        return found
+
+    def announce(self) -> None:
+        """Tells the others this call's stamp over the coordinator's line: for engines, whose messages carry none."""
+        number, stamp, plan = self._current()
+        self._say("stamp", number, stamp, plan.text)
+
+    def perform(self, plan: Plan, argument: Any) -> Any:
+        """Runs one call now. Its number, stamp and words are on record before the first message of it leaves."""
+        transport = self.transport
+        transport.check()
+        self._number = number = self._number + 1
+        self._stamp = stamp = (plan.base + number * _SPREAD) & _MASK
+        self._calls[number % _KEPT] = (number, stamp, plan)
+        if self._foreign:
+            self._compare_early(number, stamp, plan)
+        try:
+            return plan.run(argument)
+        except (HoraError, KeyboardInterrupt) as error:
+            cause = error if isinstance(error, HoraError) else HoraError(f"{plan.text} was interrupted")
+            self._abort_all(cause)
+            raise
+
+    # -- planning and issuing --------------------------------------------------------------------------------------
+
+    def _plan(self, key: tuple[Any, ...], text: str, run: Callable[[Any], Any]) -> Plan:
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) > 4096:  # names that change with every call
+                self._plans.clear()
+            name = key[-1] if key[0] not in ("new_group", "buffer") else None
+            words = f"{text} named {name!r}" if name is not None else text
+            plan = self._plans[key] = Plan(self.transport.circle.name, words, run)
+        return plan
+
+    def _plan_all_reduce(
+        self, key: tuple[Any, ...], tensor: torch.Tensor, op: str, algorithm: str, name: str | None
+    ) -> Plan:
+        chosen = self.algorithm if algorithm == "auto" else algorithm
+        if chosen not in ALGORITHMS:
+            raise ValueError(f"unknown algorithm {algorithm!r}; there are: {', '.join(ALGORITHMS)}")
+        operation = operation_for(op, tensor.dtype)
+        reduce = ALGORITHMS[chosen]
+        if chosen == "shared":
+            _ = self.staging  # refuses here, before any rank is under way
+        in_place = self._in_place if chosen != "engine" else self._on_device
+        text = f"all_reduce {op} of {_tensor_text(tensor)}" + (f" by {chosen}" if chosen != "auto" else "")
+        return self._plan(key, text, lambda t: in_place(t, lambda flat: reduce(self, flat, operation)))
+
+    def _issue(self, plan: Plan, argument: Any, wait: bool) -> Any:
+        if wait and not self._outstanding:
+            with self._turn:
+                return self.perform(plan, argument)
+        pending = Pending(self)
+        with self._turn:
+            self._outstanding += 1
+        if self._queue is None:
+            self._queue = queue.SimpleQueue()
+            threading.Thread(target=self._work, args=(self._queue,), name="hora-group", daemon=True).start()
+        self._queue.put((pending, lambda: self.perform(plan, argument)))
+        return pending.wait() if wait else pending
+
+    def _work(self, jobs: queue.SimpleQueue[tuple[Pending, Callable[[], Any]] | None]) -> None:
+        while (job := jobs.get()) is not None:
+            pending, work = job
+            with self._turn:
+                self.transport.background = True
+                pending._run(work)
+                self.transport.background = False
+                self._outstanding -= 1
+
+    def _in_place(self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None], result: bool = True) -> torch.Tensor:
+        """Runs `work` on the tensor as a flat CPU vector and brings the result back."""
+        flat, finish = self._flat(tensor)
+        work(flat)
+        if finish and result:
+            finish()
+        return tensor
+
+    def _on_device(self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        plain = tensor.detach()
+        flat = plain.contiguous().view(-1)
+        work(flat)
+        if not plain.is_contiguous():
+            plain.copy_(flat.view(plain.shape))
+        return tensor
+
+    def _flat(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.is_contiguous() and tensor.is_cpu:
+            return (tensor if tensor.dim() == 1 else tensor.view(-1)), None
+        copy = tensor.to("cpu").contiguous()
+        return copy.view(-1), lambda: tensor.copy_(copy) and None
+
+    def _letter(self, source: int, target: int, tensor: torch.Tensor, name: str | None) -> int:
+        """The stamp of the next point-to-point message from source to target."""
+        number = self._letters[source, target] = self._letters.get((source, target), 0) + 1
+        words = f"{_tensor_text(tensor)}" + (f" named {name!r}" if name is not None else "")
+        plan = self._plan(("letter", source, target, words, None), f"message from {source} to {target} of {words}", lambda _: None)
+        stamp = (plan.base + number * _SPREAD) & _MASK
+        self._letter_texts[source, target, number] = (stamp, plan.text)
+        self._letter_texts.pop((source, target, number - _KEPT), None)
+        return stamp
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise ValueError(f"root {root} is not a rank of this group: 0 to {self.size - 1}")
+
+    def _check_partner(self, peer: int) -> None:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise ValueError(f"rank {self.rank} cannot exchange with rank {peer}: another of 0 to {self.size - 1}")
+
+    def _current(self) -> tuple[int, int, Plan]:
+        call = self._calls[self._number % _KEPT]
+        assert call is not None
+        return call
+
+    # -- watching: long waits, foreign stamps, other ranks' fate -----------------------------------------------------
+
+    def doing(self) -> str:
+        if not self._number:
+            return "a transfer"
+        number, _, plan = self._current()
+        return f"{plan.text} (call {number})"
+
+    def waiting(self, peers: tuple[int, ...]) -> None:
+        if self._number:
+            number, stamp, plan = self._current()
+            self._say("wait", number, stamp, plan.text, peers)
+
+    def differ(self, peer: int, channel: int) -> HoraError:
+        if channel == POINT_TO_POINT:
+            number = self._letters.get((peer, self.rank), 0)
+            _, text = self._letter_texts.get((peer, self.rank, number), (0, "a message"))
+            self._say("letter", number, 0, text, (peer,))
+        else:
+            number, stamp, plan = self._current()
+            text = f"{plan.text} (call {number})"
+            self._say("wait", number, stamp, plan.text, (peer,))
+        deadline = time.monotonic() + _ASK_S
+        while self.transport.cause is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return self.transport.cause or Mismatch(
+            f"{self.transport.name_of(self.rank)}: {text} met another operation of {self.transport.name_of(peer)}. "
+            "All ranks must make the same calls in the same order."
+        )
+
+    def hear(self, event: Event) -> None:
+        """What the coordinator's line says about this group's ranks. Called on the line's thread; never blocks."""
+        peer = self._ranks.get(event.member.rank) if event.member and event.member.role == "worker" else None
+        if peer is None or peer == self.rank:
+            return
+        if event.kind == "died":
+            self.lose(peer, event.text)
+        elif event.kind == "left":
+            for transport in (self.transport, *self._engines.values()):
+                transport.leave(peer, event.text)
+        elif event.kind == "told" and event.topic == self.transport.circle.name:
+            kind, number, stamp, text = msgspec.msgpack.decode(event.body, type=tuple[str, int, int, str])
+            if kind == "abort":
+                self._abort(Mismatch(text) if stamp else HoraError(text))
+            elif kind == "letter":
+                mine = self._letter_texts.get((self.rank, peer, number))
+                self._dispute(peer, f"expected a {text}", mine[1] if mine else "nothing of the kind")
+            else:
+                self._compare(peer, number, stamp, text)
+
+    def lose(self, peer: int, reason: str) -> None:
+        """A rank of this group is dead: nothing that needs the group can go on. Thread-safe."""
+        me, lost = self.transport.name_of(self.rank), self.transport.name_of(peer)
+        self._abort(PeerLost(f"{me}: lost {lost} in {self.doing()}: {reason}", (peer,), echo=True))
+
+    def _compare(self, peer: int, number: int, stamp: int, text: str) -> None:
+        mine = self._calls[number % _KEPT]
+        if mine is not None and mine[0] == number:
+            if mine[1] != stamp:
+                self._dispute(peer, f"called {text} as call {number}", mine[2].text)
+        elif number > self._number:
+            self._foreign[number] = (peer, stamp, text)
+
+    def _compare_early(self, number: int, stamp: int, plan: Plan) -> None:
+        peer, theirs, text = self._foreign.pop(number, (0, stamp, ""))
+        if theirs != stamp:
+            self._dispute(peer, f"called {text} as call {number}", plan.text)
+            self.transport.check()
+
+    def _dispute(self, peer: int, theirs: str, mine: str) -> None:
+        """Both sides are known: everybody gets the same sentence."""
+        text = (
+            f"{self.transport.name_of(peer)} {theirs}; {self.transport.name_of(self.rank)} called {mine}. "
+            "All ranks must make the same calls on the same shapes and dtypes in the same order; did one skip a call?"
+        )
+        self._say("abort", 0, 1, text)
+        self._abort(Mismatch(text))
+
+    def _say(self, kind: str, number: int, stamp: int, text: str, to: tuple[int, ...] = ()) -> None:
+        members = self.transport.circle.members
+        ranks = tuple(members[peer].rank for peer in (to or self.others) if peer != self.rank)
+        if not ranks:
+            return
+        try:
+            self._control.tell(self.transport.circle.name, msgspec.msgpack.encode((kind, number, stamp, text)), ranks)
+        except HoraError as problem:
+            log.debug("could not tell the others: %s", problem)
+
+    def _abort(self, cause: HoraError) -> None:
+        for transport in (self.transport, *self._engines.values()):
+            transport.abort(cause)
+
+    def _abort_all(self, cause: HoraError) -> None:
+        """This rank cannot go on with the group; the others learn it, unless they know by themselves."""
+        first = self.transport.cause is None
+        self._abort(cause)
+        if first and not (isinstance(cause, PeerLost) and cause.echo):
+            self._say("abort", 0, int(isinstance(cause, Mismatch)), str(cause))
+
+    def close(self) -> None:
+        if self._queue is not None:
+            self._queue.put(None)
+        for transport in (self.transport, *self._engines.values()):
+            transport.close()
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu").contiguous()
+
+
+def _to_device(parts: list[torch.Tensor] | None, device: torch.device) -> list[torch.Tensor] | None:
+    return None if parts is None else [part.to(device) for part in parts]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensor_text(tensor: torch.Tensor) -> str:
+    return f"{_short(tensor.dtype)} {list(tensor.shape)}"
+
+
+def _rows_text(tensor: torch.Tensor) -> str:
+    shape = ", ".join(map(str, ("any", *tensor.shape[1:]) if tensor.dim() else ()))
+    return f"{_short(tensor.dtype)} [{shape}]"

@@ -1,0 +1,98 @@
+"""The algebra of reduction: which operations there are, on which dtypes, and how parts become one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """`pair(a, b, out=c)` makes c from a and b. `mean` divides by the number of ranks at the end."""
+
+    name: str
+    pair: Callable[..., torch.Tensor]
+    mean: bool = False
+
+    def combine(self, target: torch.Tensor, piece: torch.Tensor) -> None:
+        """target becomes target ∘ piece, in place."""
+        self.pair(target, piece, out=target)
+
+    def finish(self, target: torch.Tensor, num_parts: int) -> None:
+        if self.mean and num_parts > 1:
+            target.div_(num_parts)
+
+    def reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """out = parts[0] ∘ parts[1] ∘ …, in this order; `out` is none of the parts.
+
+        Half precision is summed in float32 and rounded once.
+        """
+        if len(parts) == 1:
+            out.copy_(parts[0])
+        elif out.dtype in HALVES:
+            total = parts[0].float()
+            for part in parts[1:]:
+                self.pair(total, part.float(), out=total)
+            self.finish(total, len(parts))
+            out.copy_(total)
+        else:
+            self.pair(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                self.pair(out, part, out=out)
+            self.finish(out, len(parts))
+
+
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        Operation("sum", torch.add),
+        Operation("mean", torch.add, mean=True),
+        Operation("prod", torch.mul),
+        Operation("min", torch.minimum),
+        Operation("max", torch.maximum),
+        Operation("and", torch.bitwise_and),
+        Operation("or", torch.bitwise_or),
+        Operation("xor", torch.bitwise_xor),
+    )
+}
+
+
+def operation_for(name: str, dtype: torch.dtype) -> Operation:
+    """The operation, if it means something for that dtype; ValueError with the way out otherwise."""
+    operation = OPERATIONS.get(name)
+    if operation is None:
+        raise ValueError(f"unknown operation {name!r}; there are: {', '.join(OPERATIONS)}")
+    check_dtype(dtype)
+    if dtype.is_floating_point:
+        if name in ("and", "or", "xor"):
+            raise ValueError(f"{name!r} works on the bits of integers and bools, not on {_short(dtype)}")
+    elif name == "mean":
+        raise ValueError(f"the mean of {_short(dtype)} would lose its fraction; convert to a float dtype or use 'sum'")
+    elif dtype is torch.bool and name in ("sum", "prod"):
+        raise ValueError(f"{name!r} of bools is not a bool; use 'or' / 'and', or convert to an integer dtype")
+    return operation
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"{_short(dtype)} tensors do not travel; there are: {', '.join(map(_short, DTYPES))}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,95 @@
+"""A member's line to the coordinator over TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from .. import handshake
+from ..errors import HoraError, Unauthorized
+from .control import Control
+from .messages import AnyRequest, Frames, decode_answer, frame
+
+log = logging.getLogger(__name__)
+
+PURPOSE = "control"
+
+
+def dial(address: tuple[str, int], token: bytes, purpose: str, timeout_s: float = 30.0) -> socket.socket:
+    """An authenticated connection to `address`, or an error that names it. Tries again while nobody listens yet."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        sock = None
+        try:
+            sock = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            handshake.greet(sock, token, purpose, min(10.0, max(0.1, deadline - time.monotonic())))
+            return sock
+        except Unauthorized:
+            if sock is not None:
+                sock.close()
+            raise
+        except OSError as problem:
+            if sock is not None:
+                sock.close()
+            if time.monotonic() + 0.1 >= deadline:
+                raise HoraError(f"no connection to {address[0]}:{address[1]} ({purpose}): {problem}") from None
+            time.sleep(0.05)
+
+
+class Client(Control):
+    """One connection, one reading thread. `on_lost(reason)` is called once if the line breaks before `close`."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: bytes,
+        timeout_s: float = 30.0,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.address = address
+        self.on_lost = on_lost
+        self._sock = dial(address, token, PURPOSE, timeout_s)
+        self._writing = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._read, name="hora-control", daemon=True)
+        self._thread.start()
+
+    def _send(self, request: AnyRequest) -> None:
+        data = frame(request)
+        try:
+            with self._writing:
+                self._sock.sendall(data)
+        except OSError as problem:
+            raise HoraError(f"the line to the coordinator is broken: {problem}") from None
+
+    def _read(self) -> None:
+        frames = Frames()
+        reason = "closed by the other end"
+        try:
+            while data := self._sock.recv(1 << 16):
+                for body in frames.feed(data):
+                    self._receive(decode_answer(body))
+        except (OSError, ValueError) as problem:
+            reason = str(problem)
+        self._break(reason)
+        if not self._closed and self.on_lost:
+            self.on_lost(reason)
+
+    def forget(self) -> None:
+        """In a forked child: drops the inherited descriptor, silently."""
+        self._closed = True
+        self._sock.close()
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)

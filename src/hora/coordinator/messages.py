@@ -1,0 +1,139 @@
+"""What members and coordinator say to each other: typed messages in msgpack, each frame a length and a body."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 1 << 20
+MAX_VALUE_BYTES = 64 << 10
+LENGTH = struct.Struct("<I")
+
+
+class Member(msgspec.Struct, frozen=True):
+    """Who takes part: a role, a rank within it, and where its process is."""
+
+    role: str
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}" if self.role == "worker" else f"{self.role} {self.rank}"
+        return f"{who} (host {self.host}, pid {self.pid})"
+
+
+class Request(msgspec.Struct, tag_field="do", kw_only=True):
+    """From a member; `id` comes back in the reply. An id of 0 asks for none."""
+
+    id: int = 0
+
+
+class Join(Request, tag="join"):
+    """Answered once all ranks of the run are there, with the members in order of rank."""
+
+    member: Member
+    protocol: int = PROTOCOL
+    versions: str = ""
+
+
+class Leave(Request, tag="leave"):
+    """This member has finished well: others that still wait for it are told so."""
+
+
+class Fail(Request, tag="fail"):
+    """This member is about to die, and this is why."""
+
+    reason: str
+
+
+class Put(Request, tag="put"):
+    key: str
+    value: bytes
+
+
+class Get(Request, tag="get"):
+    """Answered with the value, when there is one: at once, or after somebody has put it."""
+
+    key: str
+
+
+class Lease(Request, tag="lease"):
+    """Asks for `name` for `seconds`; the holder asks again to keep it. Answered with whether it is now held."""
+
+    name: str
+    seconds: float
+
+
+class Release(Request, tag="release"):
+    name: str
+
+
+class Tell(Request, tag="tell"):
+    """A word to other ranks of the same role (all of them if `to` is empty), delivered as an event."""
+
+    topic: str
+    body: bytes = b""
+    to: tuple[int, ...] = ()
+
+
+class Stop(Request, tag="stop"):
+    """Everybody stops; the first reason counts."""
+
+    reason: str
+
+
+class Reply(msgspec.Struct, tag_field="do", tag="reply", kw_only=True):
+    id: int
+    value: bytes = b""
+    members: tuple[Member, ...] = ()
+    generation: int = 0
+    error: str = ""
+
+
+class Event(msgspec.Struct, tag_field="do", tag="event", kw_only=True):
+    """What happened, pushed to every member: formed, joined, left, died, stop, told, expired."""
+
+    kind: str
+    generation: int
+    member: Member | None = None
+    text: str = ""
+    topic: str = ""
+    body: bytes = b""
+
+
+AnyRequest = Join | Leave | Fail | Put | Get | Lease | Release | Tell | Stop
+AnyAnswer = Reply | Event
+
+_encoder = msgspec.msgpack.Encoder()
+decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
+decode_answer = msgspec.msgpack.Decoder(AnyAnswer).decode
+
+
+def frame(message: AnyRequest | AnyAnswer) -> bytes:
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a control message of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}")
+    return LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a stream of bytes into frame bodies; a length over the limit raises ValueError before anything is kept."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        self._pending += data
+        bodies = []
+        while len(self._pending) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._pending)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame announces {length} bytes; the limit is {MAX_FRAME_BYTES}")
+            if len(self._pending) < LENGTH.size + length:
+                break
+            bodies.append(bytes(self._pending[LENGTH.size : LENGTH.size + length]))
+            del self._pending[: LENGTH.size + length]
+        return bodies

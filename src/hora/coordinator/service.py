@@ -1,0 +1,187 @@
+"""The coordinator behind a socket: one loop feeds the state machine and sends what it answers.
+
+Strangers never reach the loop: the listener hands on only connections that proved the run's token. A member that does
+not read what it is sent is dropped once `MAX_BACKLOG_BYTES` wait for it, so that it cannot hold up the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+
+import msgspec
+
+from ..handshake import Listener
+from .client import PURPOSE
+from .messages import Frames, decode_request, frame
+from .state import Coordinator, Out
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+MAX_BACKLOG_BYTES = 8 << 20
+
+
+class _Connection:
+    def __init__(self, number: int, sock: socket.socket) -> None:
+        self.number = number
+        self.sock = sock
+        self.frames = Frames()
+        self.backlog = bytearray()
+
+
+class Service:
+    """Runs in the launcher's process, or in rank 0's under an adopted launcher. All methods are thread-safe."""
+
+    def __init__(self, token: bytes, size: int, *, run: str = "", bind: str = "127.0.0.1", port: int = 0) -> None:
+        self.run = run
+        self.coordinator = Coordinator(size)
+        self.bytes_in = 0
+        self.bytes_out = 0
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        self._listening = socket.create_server((bind, port), family=family, backlog=256)
+        self.address: tuple[str, int] = (bind, self._listening.getsockname()[1])
+        self._token = token
+        self._order = threading.RLock()
+        self._connections: dict[int, _Connection] = {}
+        self._next = 0
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._listener: Listener | None = None
+        self._thread = threading.Thread(target=self._loop, name="hora-coordinator", daemon=True)
+        self._closed = False
+
+    def start(self) -> None:
+        self._listener = Listener(self._listening, self._token, PURPOSE, self._welcome)
+        self._thread.start()
+
+    def report_death(self, rank: int, reason: str, role: str = "worker") -> None:
+        """The launcher saw this process end badly."""
+        with self._order:
+            self._deliver(self.coordinator.died(role, rank, reason))
+        self._wake()
+
+    def report_exit(self, rank: int, role: str = "worker") -> None:
+        """The launcher saw this process end well."""
+        with self._order:
+            self._deliver(self.coordinator.ended(role, rank))
+        self._wake()
+
+    def value(self, key: str) -> bytes | None:
+        """What is stored under `key`, for the launcher's own use."""
+        with self._order:
+            return self.coordinator._values.get(key)
+
+    def forget(self) -> None:
+        """In a forked child: drops the inherited descriptors."""
+        self._closed = True
+        if self._listener:
+            self._listener.forget()
+        for connection in self._connections.values():
+            connection.sock.close()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._listener:
+            self._listener.close()
+        else:
+            self._listening.close()
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+        for connection in self._connections.values():
+            connection.sock.close()
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def _welcome(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._order:
+            connection = _Connection(self._next, sock)
+            self._next += 1
+            self._connections[connection.number] = connection
+            self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"!")
+
+    def _loop(self) -> None:
+        next_tick = time.monotonic() + TICK_S
+        while not self._closed:
+            ready = self._selector.select(max(0.0, next_tick - time.monotonic()))
+            with self._order:
+                for key, mask in ready:
+                    if key.data is None:
+                        with contextlib.suppress(OSError):
+                            self._wake_read.recv(4096)
+                        continue
+                    if mask & selectors.EVENT_READ:
+                        self._read(key.data)
+                    if mask & selectors.EVENT_WRITE and key.data.number in self._connections:
+                        self._flush(key.data)
+                if time.monotonic() >= next_tick:
+                    next_tick = time.monotonic() + TICK_S
+                    self._deliver(self.coordinator.tick(time.monotonic()))
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            data = connection.sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection, "closed")
+            return
+        self.bytes_in += len(data)
+        try:
+            for body in connection.frames.feed(data):
+                request = decode_request(body)
+                self._deliver(self.coordinator.handle(connection.number, request, time.monotonic()))
+        except (ValueError, msgspec.MsgspecError) as problem:
+            self._drop(connection, f"sent nonsense: {problem}")
+
+    def _deliver(self, out: Out) -> None:
+        for number, answer in out:
+            connection = self._connections.get(number)
+            if connection is None:
+                continue
+            connection.backlog += frame(answer)
+            if len(connection.backlog) > MAX_BACKLOG_BYTES:
+                self._drop(connection, "does not read what it is sent")
+            else:
+                self._flush(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            sent = connection.sock.send(connection.backlog)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            return  # the reading side sees the end of it
+        self.bytes_out += sent
+        del connection.backlog[:sent]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.backlog else 0)
+        self._selector.modify(connection.sock, events, connection)
+
+    def _drop(self, connection: _Connection, why: str) -> None:
+        log.debug("control connection %d: %s", connection.number, why)
+        del self._connections[connection.number]
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+        self._deliver(self.coordinator.disconnected(connection.number, time.monotonic()))

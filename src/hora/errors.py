@@ -1,0 +1,35 @@
+"""What can go wrong with a run, as a tiny tree: every message names who, what and the next move.
+
+`ValueError` is for a caller's mistake, `assert` for our invariants; these are for what happens between ranks.
+"""
+
+from __future__ import annotations
+
+
+class HoraError(RuntimeError):
+    """The root of what a run can raise."""
+
+
+class PeerLost(HoraError):
+    """A rank that others need has died or left. `ranks` holds who; `echo` tells that another rank failed first."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), echo: bool = False) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.echo = echo
+
+
+class Timeout(HoraError, TimeoutError):
+    """A wait outlasted `timeout_s`; the message says who waited for whom."""
+
+
+class Mismatch(HoraError):
+    """Ranks called different operations, or the same one on different shapes, dtypes or names."""
+
+
+class Unauthorized(HoraError):
+    """The other end of a connection could not prove that it holds this run's token."""
+
+
+class OutOfMemory(HoraError, MemoryError):
+    """Registered memory was refused: the cgroup's limit or the host's free memory is too small for it."""

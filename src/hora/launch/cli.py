@@ -1,0 +1,287 @@
+"""The command line: `hora run`, `explain`, `bench`, `demo`. Each command imports what it needs, and only then."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+
+import click
+
+from . import codes
+
+_RUN_HELP = """Start N processes of one script on this machine and see them to their end.
+
+\b
+  hora run -n 4 train.py
+  hora run -n 4 --strategy ring train.py --epochs 3
+  hora run -n 2 -m package.train --lr 0.1
+
+Everything after the script is the script's own, --help and -n included. Each line that a rank writes appears as
+"[rank] line", on stdout or stderr as it was written. The first failure is printed last. Ctrl-C stops all ranks within
+3 seconds; a second one, at once.
+"""
+
+_RUN_EPILOG = f"""\b
+Exit codes:
+  {codes.OK:>3}  every rank ended well
+  {codes.SCRIPT_FAILED:>3}  a rank's script failed
+  {codes.USAGE:>3}  the command line was wrong, nothing was started
+  {codes.RANK_KILLED:>3}  a rank was killed by a signal
+  {codes.INTERRUPTED}  Ctrl-C
+  {codes.OUTPUT_CLOSED}  the reader of the output went away, as `| head` does
+  {codes.TERMINATED}  SIGTERM or SIGHUP
+"""
+
+
+class _Whole(click.ParamType):
+    """A whole number of at least 1."""
+
+    name = "N"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            number = int(str(value))
+        except ValueError:
+            number = 0
+        if number < 1:
+            flag = param.opts[0] if param else "it"
+            self.fail(f"{flag} takes a whole number of at least 1, not {str(value)!r}; e.g. {flag} 4", param, ctx)
+        return number
+
+
+class _Sizes(click.ParamType):
+    """Sizes in bytes as 4K,64K,1M: K, M and G count in steps of 1024."""
+
+    name = "SIZES"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        sizes = []
+        for part in str(value).split(","):
+            match = re.fullmatch(r"(\d+)([KMG]?)B?", part.strip().upper())
+            if match is None or int(match[1]) == 0:
+                self.fail(f"--sizes takes sizes as 4K,64K,1M, not {part.strip()!r}", param, ctx)
+            sizes.append(int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]])
+        return sizes
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Every command explains itself: hora run --help",
+    no_args_is_help=False,
+    invoke_without_command=True,
+)
+@click.pass_context
+def hora(ctx: click.Context) -> None:
+    """Train one PyTorch script on many processes, under any data-parallel architecture, chosen by one word."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+@hora.command(
+    help=_RUN_HELP, epilog=_RUN_EPILOG, context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]"
+)
+@click.option("-n", "size", type=_Whole(), default=1, help="How many ranks, e.g. -n 4. Without it: 1.")
+@click.option(
+    "--strategy",
+    metavar="TEXT",
+    help="How ranks come to agree, NAME or NAME:option=value; it beats the script's own. E.g. --strategy ring, "
+    "--strategy auto:deterministic=true.",
+)
+@click.option(
+    "--servers",
+    type=int,
+    default=0,
+    metavar="S",
+    help="Parameter servers besides the ranks, for strategies that use them, e.g. --servers 2. Without it: 0.",
+)
+@click.option(
+    "--log-dir",
+    metavar="DIR",
+    help="Also keep each rank's output, byte for byte, in DIR/rank-0.out and DIR/rank-0.err, e.g. --log-dir logs.",
+)
+@click.option(
+    "--timeout-s",
+    type=float,
+    metavar="SECONDS",
+    help="How long a rank waits for another that is alive but slow, before it fails, e.g. --timeout-s 600.",
+)
+@click.option(
+    "--bind",
+    default="127.0.0.1",
+    metavar="ADDR",
+    help="The address on which the run's coordinator listens, e.g. --bind 10.0.0.5. Without it: 127.0.0.1, which "
+    "nobody outside this machine reaches.",
+)
+@click.option(
+    "--name", metavar="RUN", help="The run's name, e.g. --name mnist-3. Without it: date, time and a random end."
+)
+@click.option(
+    "--run-dir",
+    metavar="DIR",
+    help="Where the run's record goes, e.g. --run-dir runs/mnist-3. Without it: ~/.local/state/hora/runs/NAME.",
+)
+@click.option(
+    "--color",
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    help="Colour the ranks' prefixes, e.g. --color never. Without it: auto, on a terminal unless NO_COLOR is set.",
+)
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as for python -m, e.g. -m package.train.")
+@click.argument("command", metavar="SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def run(
+    ctx: click.Context,
+    size: int,
+    strategy: str | None,
+    servers: int,
+    log_dir: str | None,
+    timeout_s: float | None,
+    bind: str,
+    name: str | None,
+    run_dir: str | None,
+    color: str,
+    module: bool,
+    command: tuple[str, ...],
+) -> int:
+    from hora.strategies import parse
+
+    from . import local
+    from .config import RunConfig
+
+    try:
+        config = RunConfig(
+            command=command,
+            module=module,
+            size=size,
+            servers=servers,
+            strategy=parse(strategy) if strategy is not None else None,
+            timeout_s=timeout_s,
+            bind=bind,
+            name=name,
+            run_dir=run_dir,
+            log_dir=log_dir,
+            color=color,
+        )
+        return local.run(config)
+    except ValueError as error:
+        raise click.UsageError(str(error), ctx) from None
+
+
+@hora.command()
+@click.argument("what", metavar="NAME", type=click.Choice(["ring", "tree", "halving", "star", "reduce"]))
+@click.option("-n", "size", type=_Whole(), default=5, help="How many ranks, e.g. -n 5. Without it: 5.")
+def explain(what: str, size: int) -> int:
+    """Print an algorithm's schedule, step by step: who sends which chunk to whom, and the sums in every chunk.
+
+    NAME is ring, tree, halving, star, or reduce (serial against tree).
+
+    \b
+      hora explain ring -n 5
+    """
+    from hora.explain import explain as explanation
+
+    click.echo(explanation(what, size))
+    return codes.OK
+
+
+@hora.group(no_args_is_help=False, invoke_without_command=True)
+@click.pass_context
+def bench(ctx: click.Context) -> None:
+    """Measure Hora against its peers on this machine.
+
+    \b
+      hora bench allreduce -n 2
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+@bench.command()
+@click.option("-n", "size", type=_Whole(), default=2, help="How many ranks, e.g. -n 4. Without it: 2.")
+@click.option(
+    "--sizes",
+    type=_Sizes(),
+    default="4K,64K,1M,16M,100M",
+    help="Sizes in bytes, e.g. --sizes 4K,1M. Without it: 4K,64K,1M,16M,100M.",
+)
+@click.option("--repeats", type=_Whole(), default=20, help="Measurements of each, e.g. --repeats 50. Without it: 20.")
+@click.option("--only", metavar="NAMES", help="Measure only these, e.g. --only auto,ring/shm,gloo.")
+@click.option(
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+)
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
+def allreduce(
+    size: int, sizes: list[int], repeats: int, only: str | None, json_path: str | None, plot_path: str | None
+) -> int:
+    """Every algorithm and transport, and in the same run Gloo and, where installed, OpenMPI.
+
+    \b
+      hora bench allreduce -n 2 --sizes 4K,1M --json out.jsonl
+    """
+    from hora.bench.allreduce import main as measure
+
+    names = [name.strip() for name in only.split(",") if name.strip()] if only else None
+    try:
+        return measure(size, sizes, repeats, json_path, plot_path, names)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+@hora.command()
+def demo() -> int:
+    """Show the schedules of the algorithms, then really run four ranks.
+
+    \b
+      hora demo
+    """
+    from hora.demo import main as show
+
+    return show()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (ours by default) and returns its exit code. Bad usage is one line on stderr and code 2."""
+    try:
+        result = hora.main(
+            args=list(arguments) if arguments is not None else None, prog_name="hora", standalone_mode=False
+        )
+    except click.UsageError as error:
+        _complain(error)
+        return codes.USAGE
+    except click.ClickException as error:
+        click.echo(f"hora: {error.format_message()}", err=True)
+        return codes.SCRIPT_FAILED
+    except (click.Abort, KeyboardInterrupt):
+        return codes.INTERRUPTED
+    return result if isinstance(result, int) else codes.OK
+
+
+def _complain(error: click.UsageError) -> None:
+    """What is wrong, and what exists, in one line."""
+    where = error.ctx.command_path if error.ctx else "hora"
+    message = error.format_message().rstrip(".")
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+        options = [name for param in error.ctx.command.params for name in param.opts if name.startswith("-")]
+        near = difflib.get_close_matches(error.option_name, options, n=1, cutoff=0.75)
+        hint = f"did you mean {near[0]}? " if near else ""
+        message = f"no such option {error.option_name}; {hint}there are: {', '.join([*options, '--help'])}"
+    elif isinstance(error, click.MissingParameter) and error.param is not None:
+        message = f"{error.param.metavar} is missing; see {where} --help"
+    elif isinstance(error, click.BadParameter) and error.param is not None:
+        ours = isinstance(error.param.type, (_Whole, _Sizes))
+        what = error.param.metavar if isinstance(error.param, click.Argument) else error.param.opts[0]
+        message = error.message.rstrip(".") if ours else f"{what}: {error.message.rstrip('.')}"
+    elif error.ctx is not None and isinstance(error.ctx.command, click.Group):
+        wrong, _, _ = message.partition(". ")
+        message = f"{wrong[0].lower()}{wrong[1:]}; there are: {', '.join(error.ctx.command.commands)}"
+    else:
+        message = f"{message[0].lower()}{message[1:]}"
+    click.echo(f"{where}: {' '.join(message.split())}", err=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

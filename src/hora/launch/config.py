@@ -1,0 +1,113 @@
+"""RunConfig: what `hora run` was asked to do, checked before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.machinery
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterable
+
+from hora.strategies import KNOWN, Strategy
+
+MAX_RANKS = 1024
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run on this machine. `command` is the script (or, with `module`, the module) and then its arguments.
+
+    ValueError, in one line, says what is wrong and what exists. What is None is left to the script or to a default.
+    """
+
+    command: tuple[str, ...]
+    module: bool = False
+    size: int = 1
+    servers: int = 0
+    strategy: Strategy | None = None
+    timeout_s: float | None = None
+    bind: str = "127.0.0.1"
+    name: str | None = None
+    run_dir: str | None = None
+    log_dir: str | None = None
+    color: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ValueError("no script was given; e.g. hora run -n 4 train.py, or hora run -n 4 -m package.train")
+        if not 1 <= self.size <= MAX_RANKS:
+            raise ValueError(f"-n takes a number of ranks from 1 to {MAX_RANKS}, not {self.size}; e.g. -n 4")
+        if self.servers < 0:
+            raise ValueError(f"--servers takes a number of servers, 0 or more, not {self.servers}")
+        if self.servers and not (self.strategy and self.strategy.uses_servers):
+            able = [name for name, kind in sorted(KNOWN.items()) if kind.uses_servers]
+            chosen = f"strategy {self.strategy.name!r} uses none" if self.strategy else "no --strategy was given"
+            raise ValueError(
+                f"--servers {self.servers}: {chosen}; with servers there are: {', '.join(able) or 'none yet'}"
+            )
+        if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
+            raise ValueError(
+                f"--timeout-s takes a number of seconds above 0, not {self.timeout_s:g}; e.g. --timeout-s 120"
+            )
+        if self.name is not None and not NAME_PATTERN.fullmatch(self.name):
+            raise ValueError(
+                f"--name {self.name!r} will not do: up to 64 of A-Z a-z 0-9 . _ -, the first a letter or a digit"
+            )
+        if self.color not in ("auto", "always", "never"):
+            raise ValueError(f"--color {self.color!r} is unknown; there are: auto, always, never")
+        if self.module:
+            _check_module(self.command[0])
+        else:
+            _check_script(self.command[0])
+
+    def argv(self) -> list[str]:
+        """The command line of one rank."""
+        return [sys.executable, *(["-m"] if self.module else []), *self.command]
+
+
+def _check_script(path: str) -> None:
+    if os.path.exists(path):
+        return
+    folder = os.path.dirname(path) or "."
+    try:
+        there = [name for name in sorted(os.listdir(folder)) if name.endswith(".py")]
+    except OSError:
+        raise ValueError(f"there is no script {path!r}: the folder {folder!r} does not exist") from None
+    raise ValueError(f"there is no script {path!r}; {_what_exists(os.path.basename(path), there)}")
+
+
+def _what_exists(wanted: str, there: list[str]) -> str:
+    close = difflib.get_close_matches(wanted, there, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    if not there:
+        return "that folder holds no .py file"
+    return f"there are: {', '.join(there[:8])}{', …' if len(there) > 8 else ''}"
+
+
+def _check_module(name: str) -> None:
+    """Looks for the module as `python -m` will, but imports nothing: a parent package may import torch."""
+    parts = name.split(".")
+    before = sys.path[:]
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(parts[0]) if parts[0] else None
+        for end in range(2, len(parts) + 1):
+            spec = _find_inside(spec, ".".join(parts[:end]))
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path[:] = before
+    if spec is None:
+        raise ValueError(f"there is no module {name!r}, seen from {os.getcwd()}; a script is given without -m")
+    if spec.submodule_search_locations is not None and _find_inside(spec, f"{name}.__main__") is None:
+        raise ValueError(f"module {name!r} is a package without __main__; name one of its modules, e.g. {name}.train")
+
+
+def _find_inside(package: importlib.machinery.ModuleSpec | None, name: str) -> importlib.machinery.ModuleSpec | None:
+    locations: Iterable[str] | None = package.submodule_search_locations if package else None
+    return importlib.machinery.PathFinder.find_spec(name, list(locations)) if locations is not None else None

@@ -1,0 +1,305 @@
+"""Output: the ranks' streams become prefixed lines on our own stdout and stderr, whole, in order, nothing lost.
+
+    rank's pipe ─ bytes ─> Stream ─ lines ─> Sink ─ at most 4 KiB when poll says so ─> our stdout or stderr
+                             └─ raw bytes ─> Log
+
+Nothing here blocks: a reader of ours that has stopped reading (a pager, Ctrl-S) must not keep the launcher from
+noticing a dead rank. A Sink queues; when its queue is `FULL_BYTES` long the launcher stops reading the ranks' pipes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import collections
+import errno
+import os
+import select
+import stat
+from collections.abc import Callable
+
+from .tracebacks import Fold, Verdict
+
+FULL_BYTES = 1 << 20
+IDLE_S = 0.3
+"""An unfinished line that has been quiet for this long is shown."""
+
+TRACEBACK_S = 1.0
+"""A traceback is held back for this long, so that the launcher can tell whether it is an echo."""
+
+REDRAW_S = 5.0
+"""A progress bar that never ends its line is shown this often."""
+
+TAIL_LINES = 200
+_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+
+
+class Sink:
+    """One of our own descriptors. `put` queues and never blocks; `write_some` is called when poll says it may write.
+
+    `gone` turns true when the reader has left (EPIPE). Any other error of the descriptor, a closed terminal or a full
+    disk, only silences it: training is worth more than its output.
+    """
+
+    def __init__(self, fd: int, *, color: bool) -> None:
+        self.fd = fd
+        self.color = color
+        self.gone = False
+        self.open_by: Stream | None = None
+        self._silent = False
+        self._queue = bytearray()
+        # A pipe that poll calls writable takes PIPE_BUF bytes without blocking, and no more is promised.
+        self._chunk = 1 << 20 if _is_regular(fd) else select.PIPE_BUF
+
+    @property
+    def pending(self) -> int:
+        return len(self._queue)
+
+    def put(self, text: str) -> None:
+        if not self._silent:
+            self._queue += text.encode("utf-8", "replace")
+
+    def write_some(self) -> None:
+        try:
+            written = os.write(self.fd, memoryview(self._queue)[: self._chunk])
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.gone = error.errno == errno.EPIPE
+            self._silent = True
+            self._queue = bytearray()
+            return
+        del self._queue[:written]
+
+    def end_line(self) -> None:
+        """Leaves the unfinished line that the cursor may stand in."""
+        if self.open_by is not None:
+            self.put("\n")
+            self.open_by = None
+
+
+class Log:
+    """One stream of one rank as raw bytes in a file. An error ends the file, not the run, and is told once."""
+
+    def __init__(self, path: str, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view and self._fd is not None:
+                view = view[os.write(self._fd, view) :]
+        except OSError as error:
+            self._warn(f"{self._path} cannot be written any more: {error.strerror}; the run goes on without it")
+            self.close()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class Stream:
+    """stdout or stderr of one rank: bytes in, prefixed lines out, and the last of them kept.
+
+    Bytes that are no UTF-8 are shown as U+FFFD. A line with carriage returns is shown as a terminal would leave it.
+    """
+
+    def __init__(self, sink: Sink, prefix: str, *, log: Log | None = None, fold: Fold | None = None) -> None:
+        self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self.fold = fold
+        self._sink = sink
+        self._prefix = prefix
+        self._log = log
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pieces: list[str] = []
+        self._shown = ""
+        self._fresh_at: float | None = None
+        self._fed_at = 0.0
+        self._held_at = 0.0
+        self._drawn_at: float | None = None
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Takes what the rank wrote, in any cut."""
+        if self._log is not None:
+            self._log.write(data)
+        self._fed_at = now
+        self._take(self._decoder.decode(data), now)
+
+    def last_lines(self) -> list[str]:
+        """The last lines, an unfinished one included."""
+        return [*self._tail, *([as_shown("".join(self._pieces))] if self._pieces else [])]
+
+    @property
+    def due(self) -> float | None:
+        """When `tick` has something to show, if nothing else comes; None when it has not."""
+        if self.fold is not None and self.fold.held:
+            return self._held_at + TRACEBACK_S
+        if self._fresh_at is None:
+            return None
+        due = min(self._fed_at + IDLE_S, self._fresh_at + REDRAW_S)
+        return due if self._drawn_at is None else max(due, self._drawn_at + REDRAW_S)
+
+    def tick(self, now: float) -> None:
+        """Shows a traceback or an unfinished line that has been quiet long enough."""
+        due = self.due
+        if due is None or now < due:
+            return
+        if self.fold is not None and self.fold.held:
+            self._show_all(self.fold.release())
+        if self._fresh_at is None:
+            return
+        text = "".join(self._pieces)
+        self._show(as_shown(text), newline=False)
+        self._fresh_at = None
+        if "\r" in text:
+            self._drawn_at = now
+
+    def close(self) -> None:
+        """The rank is gone: shows the last line even without its newline, and whatever was held back."""
+        self._take(self._decoder.decode(b"", final=True), self._fed_at)
+        if self._pieces:
+            self._line("".join(self._pieces))
+            self._pieces = []
+            self._fresh_at = None
+        if self.fold is not None:
+            self._show_all(self.fold.release())
+        if self._log is not None:
+            self._log.close()
+
+    def _take(self, text: str, now: float) -> None:
+        *lines, rest = text.split("\n")
+        for line in lines:
+            self._line("".join([*self._pieces, line]))
+            self._pieces, self._fresh_at = [], None
+        if rest:
+            self._pieces.append(rest)
+            if "\r" in rest:
+                self._pieces = [_collapse("".join(self._pieces))]
+            self._fresh_at = now if self._fresh_at is None else self._fresh_at
+
+    def _line(self, text: str) -> None:
+        text = as_shown(text)
+        self._tail.append(text)
+        if self.fold is None or self._shown:
+            self._show(text, newline=True)
+        else:
+            if not self.fold.held:
+                self._held_at = self._fed_at
+            self._show_all(self.fold.push(text))
+        self._drawn_at = None
+
+    def _show_all(self, lines: list[str]) -> None:
+        for line in lines:
+            self._show(line, newline=True)
+
+    def _show(self, text: str, *, newline: bool) -> None:
+        """Writes a line, or what is new of it since it was last shown unfinished."""
+        sink, already = self._sink, self._shown
+        rest = text
+        if already and text.startswith(already):
+            rest = text[len(already) :]
+        elif already:
+            sink.end_line()
+        self._shown = "" if newline else text
+        if already and rest != text and not rest and sink.open_by is not self:
+            return
+        if sink.open_by is not self:
+            sink.end_line()
+            sink.put(self._prefix)
+        sink.put(rest)
+        if sink.color and "\x1b" in rest:
+            sink.put("\x1b[0m")
+        if newline:
+            sink.put("\n")
+        sink.open_by = None if newline else self
+
+
+class Screen:
+    """Our stdout and stderr. Lines of ours go to stderr; when both are one terminal or file they share one queue, so
+    that no line is cut by another."""
+
+    def __init__(self, *, size: int, color: str) -> None:
+        self._width = len(str(size - 1))
+        self._out = Sink(1, color=_use_color(1, color))
+        self._err = self._out if _same_file(1, 2) else Sink(2, color=_use_color(2, color))
+        self._streams: list[Stream] = []
+
+    @property
+    def sinks(self) -> list[Sink]:
+        return [self._out] if self._err is self._out else [self._out, self._err]
+
+    @property
+    def full(self) -> bool:
+        return any(sink.pending > FULL_BYTES for sink in self.sinks)
+
+    def streams(self, rank: int, *, log_dir: str | None, verdict: Callable[[str], Verdict]) -> tuple[Stream, Stream]:
+        """The two streams of one rank; OSError when its log files cannot be made."""
+        logs = [
+            Log(os.path.join(log_dir, f"rank-{rank}.{end}"), self.say) if log_dir else None for end in ("out", "err")
+        ]
+        out = Stream(self._out, self._prefix(rank, self._out), log=logs[0])
+        err = Stream(self._err, self._prefix(rank, self._err), log=logs[1], fold=Fold(verdict))
+        self._streams += [out, err]
+        return out, err
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self._err.end_line()
+        if os.isatty(self._err.fd):
+            self._err.put("\r")  # over the ^C that the terminal itself has echoed
+        self._err.put(f"\x1b[1mhora:\x1b[0m {text}\n" if self._err.color else f"hora: {text}\n")
+
+    @property
+    def due(self) -> float | None:
+        return min((due for stream in self._streams if (due := stream.due) is not None), default=None)
+
+    def tick(self, now: float) -> None:
+        for stream in self._streams:
+            stream.tick(now)
+
+    def close(self) -> None:
+        """Shows everything that is left of the ranks' lines, and leaves the last of them."""
+        for stream in self._streams:
+            stream.close()
+        for sink in self.sinks:
+            sink.end_line()
+
+    def _prefix(self, rank: int, sink: Sink) -> str:
+        text = f"[{rank:>{self._width}}]"
+        return f"\x1b[{_COLORS[rank % len(_COLORS)]}m{text}\x1b[0m " if sink.color else f"{text} "
+
+
+def as_shown(line: str) -> str:
+    """What a terminal shows of a line with carriage returns: each part is written over the one before it."""
+    line = line.rstrip("\r")
+    if "\r" not in line:
+        return line
+    shown = ""
+    for part in line.split("\r"):
+        # Escapes have no width, so counting columns would lie: there the last part wins.
+        escaped = "\x1b" in part or "\x1b" in shown
+        shown = (part or shown) if escaped else part + shown[len(part) :]
+    return shown.rstrip(" ")
+
+
+def _collapse(line: str) -> str:
+    """An equivalent of an unfinished line with at most one carriage return that matters: bars run for hours."""
+    before, _, last = line.rpartition("\r")
+    return f"{as_shown(before)}\r{last}"
+
+
+def _use_color(fd: int, color: str) -> bool:
+    if color != "auto":
+        return color == "always"
+    return os.isatty(fd) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _is_regular(fd: int) -> bool:
+    return stat.S_ISREG(os.fstat(fd).st_mode)
+
+
+def _same_file(one: int, other: int) -> bool:
+    a, b = os.fstat(one), os.fstat(other)
+    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)

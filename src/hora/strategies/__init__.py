@@ -1,0 +1,19 @@
+"""Strategies: one word chooses the architecture."""
+
+from __future__ import annotations
+
+from . import base
+from .allreduce import Auto, Engine, Halving, Ring, Shared, Star, Tree
+from .base import Strategy
+
+KNOWN: dict[str, type[Strategy]] = {
+    kind.name: kind for kind in (Auto, Engine, Halving, Ring, Shared, Star, Tree)
+}
+
+
+def parse(text: str) -> Strategy:
+    """The strategy that `--strategy TEXT` means; ValueError says what is wrong and what exists."""
+    return base.parse(text, KNOWN)
+
+
+__all__ = ["KNOWN", "Auto", "Engine", "Halving", "Ring", "Shared", "Star", "Strategy", "Tree", "parse"]

@@ -1,0 +1,72 @@
+"""Strategy: how workers come to agree on the parameters, chosen by one word.
+
+A strategy is a frozen dataclass whose fields are its options. Its spelling on the command line is derived from it,
+`name:field=value,field=value`, so there is one place where an option is named, typed, checked and explained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import ClassVar
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """The base of all strategies. `algorithm` is what `all_reduce(algorithm="auto")` means in this run."""
+
+    name: ClassVar[str]
+    uses_servers: ClassVar[bool] = False
+
+    @property
+    def algorithm(self) -> str:
+        return self.name
+
+    def spell(self) -> str:
+        """The command-line spelling that parses back to this strategy; options at their default are left out."""
+        changed = [
+            f"{field.name}={_spell_value(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return f"{self.name}:{','.join(changed)}" if changed else self.name
+
+
+def parse(text: str, known: dict[str, type[Strategy]]) -> Strategy:
+    """Turns `name:field=value,…` into a strategy, or raises ValueError saying what is wrong and what exists."""
+    name, _, rest = text.strip().partition(":")
+    kind = known.get(name)
+    if kind is None:
+        raise ValueError(f"unknown strategy {name!r}; there are: {', '.join(sorted(known))}")
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    types = typing.get_type_hints(kind)
+    options: dict[str, object] = {}
+    for item in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, value = item.partition("=")
+        if key not in fields:
+            there = f"its options are: {', '.join(fields)}" if fields else "it has no options"
+            raise ValueError(f"strategy {name!r} has no option {key!r}; {there}")
+        if not equals:
+            raise ValueError(f"strategy {name!r}: option {key!r} needs a value, as in {name}:{key}=…")
+        if key in options:
+            raise ValueError(f"strategy {name!r}: option {key!r} is given twice")
+        options[key] = _parse_value(f"strategy {name!r}: {key}", value, types[key])
+    return kind(**options)
+
+
+def _parse_value(what: str, text: str, wanted: type) -> object:
+    if wanted is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{what} takes true or false, not {text!r}")
+        return text.lower() == "true"
+    if wanted is str:
+        return text
+    try:
+        return wanted(text)
+    except ValueError:
+        kind = {"int": "a whole number", "float": "a number"}.get(wanted.__name__, wanted.__name__)
+        raise ValueError(f"{what} takes {kind}, not {text!r}") from None
+
+
+def _spell_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

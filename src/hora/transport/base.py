@@ -1,0 +1,305 @@
+"""Transport: moves bytes between the ranks of one group, and gives them memory that all of them see.
+
+The seam is a few verbs:
+
+    send(peer, tensor, channel, stamp) -> Handle          recv(peer, tensor, channel, stamp, land) -> Handle
+    buffer(name, numel, dtype) -> Registered              (a collective call; only where `shares_memory`)
+    abort(cause)                                          close()
+
+- Tensors are one-dimensional, contiguous and on the CPU; the collectives see to that.
+- `send` and `recv` return at once. `Handle.wait()` drives every operation of its channel until its own is done, so a
+  send and a receive that are both under way can never block each other. Messages of one channel between two ranks
+  arrive in order. Any thread may wait; threads that work at the same time use different channels.
+- `land(part, piece)` says how arriving data joins the tensor, piece by piece (default: it is copied). `piece` is the
+  transport's own memory, valid during the call: a reduction reads it in place.
+- `stamp` is the fingerprint of the operation. It travels with every message, and a receiver that expected another one
+  raises `Mismatch` before any data lands.
+- Every wait ends: with what it waited for, with the cause given to `abort`, with `PeerLost` if that peer has left, or
+  with `Timeout` after `timeout_s`. A peer that is merely slow is waited for, and named after `SLOW_S`.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from ..coordinator.messages import Member
+from ..errors import HoraError, PeerLost, Timeout
+
+log = logging.getLogger(__name__)
+
+COLLECTIVES, POINT_TO_POINT = 0, 1  # the channels that every transport opens
+NUM_CHANNELS = 2
+
+SLICE_S = 0.05  # a sleeping wait looks up this often for an abort
+NOTICE_S = 0.2  # after this long the group asks whether both sides mean the same operation
+SLOW_S = 10.0  # after this long the wait is said aloud
+
+Land = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Circle:
+    """Who belongs to a group: `members` in order of rank, `rank` among them, and the generation of this membership."""
+
+    rank: int
+    members: tuple[Member, ...]
+    generation: int
+    group: int
+    timeout_s: float = 1800.0
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def name(self) -> str:
+        """A key that no other group of the run has."""
+        return f"g{self.generation}/{self.group}"
+
+
+class Watcher:
+    """Whom a transport tells about long waits. The group is one; this default keeps quiet."""
+
+    def doing(self) -> str:
+        """The operation under way, in words."""
+        return "a transfer"
+
+    def waiting(self, peers: tuple[int, ...]) -> None:
+        """A wait for these peers has lasted `NOTICE_S`. Must not block."""
+
+    def differ(self, peer: int, channel: int) -> HoraError:
+        """The error to raise: a message of `peer` carries another stamp than ours. May wait a moment to ask the peer."""
+        return HoraError(f"rank {peer} sent a message of another operation")
+
+
+class Handle:
+    """One transfer under way. `done` turns true once; `wait` blocks until then or raises."""
+
+    __slots__ = ("channel", "done", "peer", "transport")
+
+    def __init__(self, transport: Transport, peer: int, channel: int) -> None:
+        self.transport = transport
+        self.peer = peer
+        self.channel = channel
+        self.done = False
+
+    def wait(self) -> None:
+        self.transport.drive(self)
+
+    def advance(self) -> bool:
+        """Moves what can be moved without blocking; tells whether anything moved. Called under the channel's lock."""
+        raise NotImplementedError  # each transport's handles say how
+
+
+class Patience:
+    """One long wait: asks for news of an abort, speaks up when it takes long, gives up when `timeout_s` is over."""
+
+    def __init__(self, transport: Transport, peers: tuple[int, ...]) -> None:
+        self.transport = transport
+        self.peers = peers
+        self.started = time.monotonic()
+        self._noticed = False
+        self._next_word = SLOW_S
+
+    def check(self, missing: tuple[int, ...] | None = None) -> None:
+        transport = self.transport
+        if missing is not None:
+            self.peers = missing
+        transport.check()
+        for peer in self.peers:
+            if peer in transport.gone:
+                raise PeerLost(
+                    f"{transport.name_of(transport.rank)}: {transport.watcher.doing()} needs {transport.name_of(peer)}, "
+                    f"which has left the run: {transport.gone[peer]}. Do all ranks make the same calls?",
+                    (peer,),
+                )
+        waited = time.monotonic() - self.started
+        if waited >= NOTICE_S and not self._noticed:
+            self._noticed = True
+            transport.watcher.waiting(self.peers)
+        if waited >= self._next_word:
+            self._next_word *= 2
+            log.warning("%s", self._sentence(waited))
+        if waited >= transport.circle.timeout_s:
+            raise Timeout(f"{self._sentence(waited)}; gave up after timeout_s={transport.circle.timeout_s:g}")
+
+    def _sentence(self, waited: float) -> str:
+        transport = self.transport
+        others = ", ".join(transport.name_of(peer) for peer in self.peers)
+        return (
+            f"{transport.name_of(transport.rank)} has waited {waited:.0f} s for {others} in {transport.watcher.doing()}"
+        )
+
+
+class Registered(abc.ABC):
+    """Memory that every rank of the group sees, with one flag per rank.
+
+    `mine` is this rank's part, `peers[r]` rank r's (one's own included), `common` one more part for a result. A rank's
+    flag only grows. `signal(value, stamp)` raises mine after everything I wrote before is visible; `await_all(value)`
+    returns once every rank's flag has reached `value`. The memory belongs to one generation and is never used again.
+
+    A collective takes one or more *turns* at the memory. Turn t raises the flag to 2t + 1, with the stamp, and, if it has
+    a second phase, to 2t + 2. A rank that finished turn t + 1 knows that all have finished turn t, since they raised 2t + 3.
+    """
+
+    mine: torch.Tensor
+    peers: list[torch.Tensor]
+    common: torch.Tensor
+    turn: int = 0  # how many times this memory has been through a collective; the same on every rank
+
+    @abc.abstractmethod
+    def signal(self, value: int, stamp: int | None = None) -> None: ...
+
+    @abc.abstractmethod
+    def await_signal(self, peer: int, value: int) -> None: ...
+
+    @abc.abstractmethod
+    def await_all(self, value: int) -> None: ...
+
+    @abc.abstractmethod
+    def stamp_of(self, peer: int, value: int) -> int:
+        """The stamp that `peer` gave with flag `value`; kept until it gives the one two turns later."""
+
+
+class _Channel:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.queues: dict[tuple[str, int], collections.deque[Handle]] = {}
+
+
+class Transport(abc.ABC):
+    """What all transports share: queues of transfers per channel, waiting, abort, and counting what was sent."""
+
+    kind: str = ""
+    shares_memory: bool = False
+
+    def __init__(self, circle: Circle) -> None:
+        self.circle = circle
+        self.rank = circle.rank
+        self.size = circle.size
+        self.watcher = Watcher()
+        self.cause: HoraError | None = None
+        self.gone: dict[int, str] = {}
+        self.sent_messages = [0] * circle.size
+        self.sent_bytes = [0] * circle.size
+        self.crowded = circle.size > len(os.sched_getaffinity(0))  # more ranks than cores: a spin burns a peer's time
+        self.background = False  # set while a thread beside the user's computes: it must not spin with the GIL in hand
+        self._channels = [_Channel() for _ in range(NUM_CHANNELS)]
+
+    # -- verbs ---------------------------------------------------------------------------------------------------
+
+    def send(self, peer: int, tensor: torch.Tensor, channel: int = COLLECTIVES, stamp: int = 0) -> Handle:
+        self.check()
+        self.sent_messages[peer] += 1
+        self.sent_bytes[peer] += tensor.numel() * tensor.element_size()
+        return self._begin("send", self._send(peer, tensor, channel, stamp))
+
+    def recv(
+        self,
+        peer: int,
+        tensor: torch.Tensor,
+        channel: int = COLLECTIVES,
+        stamp: int = 0,
+        land: Land | None = None,
+    ) -> Handle:
+        self.check()
+        return self._begin("recv", self._recv(peer, tensor, channel, stamp, land or torch.Tensor.copy_))
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Registered:
+        """Registered memory of `numel` elements per rank; collective. OutOfMemory, on every rank, if it is refused."""
+        raise HoraError(f"the {self.kind} transport has no memory that all ranks see")
+
+    def abort(self, cause: HoraError) -> None:
+        """Ends every wait with `cause`, now and from now on. The first cause counts. Thread-safe."""
+        if self.cause is None:
+            self.cause = cause
+            self._wake()
+
+    def leave(self, peer: int, reason: str) -> None:
+        """`peer` has ended well. What it sent before is still good; a wait for more of it fails."""
+        self.gone.setdefault(peer, reason)
+
+    def close(self) -> None:
+        """Gives everything back. Others may still read what was sent before."""
+
+    def forget(self) -> None:
+        """In a forked child: drops inherited descriptors without a word to anybody."""
+
+    def name_of(self, peer: int) -> str:
+        return str(self.circle.members[peer])
+
+    def check(self) -> None:
+        if self.cause is not None:
+            raise self.cause
+
+    # -- driving transfers -----------------------------------------------------------------------------------------
+
+    def drive(self, handle: Handle) -> None:
+        """Moves the transfers of the handle's channel until that one is done."""
+        patience: Patience | None = None
+        idle_rounds = 0
+        while not handle.done:
+            self.check()
+            if self._advance(handle.channel):
+                idle_rounds = 0
+                patience = None
+                continue
+            if handle.done:
+                return
+            idle_rounds += 1
+            if patience is None:
+                patience = Patience(self, (handle.peer,))
+            elif idle_rounds > 2:
+                patience.check()
+            self._idle(handle, idle_rounds)
+
+    def _advance(self, channel: int) -> bool:
+        moved = False
+        state = self._channels[channel]
+        with state.lock:
+            for queue in list(state.queues.values()):
+                while queue:
+                    moved |= queue[0].advance()
+                    if not queue[0].done:
+                        break
+                    queue.popleft()
+        return moved
+
+    def _begin(self, direction: str, handle: Handle) -> Handle:
+        state = self._channels[handle.channel]
+        with state.lock:
+            queue = state.queues.setdefault((direction, handle.peer), collections.deque())
+            if not queue:
+                handle.advance()
+            if not handle.done:
+                queue.append(handle)
+        return handle
+
+    def _pending(self, channel: int) -> list[Handle]:
+        state = self._channels[channel]
+        with state.lock:
+            return [queue[0] for queue in state.queues.values() if queue]
+
+    # -- for the implementations -----------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Handle: ...
+
+    @abc.abstractmethod
+    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Handle: ...
+
+    @abc.abstractmethod
+    def _idle(self, handle: Handle, rounds: int) -> None:
+        """Nothing could move: sleeps until something may, at most `SLICE_S`. `rounds` counts such calls in a row."""
+
+    def _wake(self) -> None:
+        """Ends the sleep of threads in `_idle`, if that can be done before their slice is over."""

@@ -1,0 +1,319 @@
+"""The engines' own links: torch.distributed (Gloo, and NCCL by the same code) and MPI through mpi4py.
+
+Engines carry no header or token of ours: their links are not authenticated, and a stamp travels beside them on the
+coordinator's line. A call into torch.distributed can block without end when a peer is lost, so each runs on a thread of
+its own while our wait stays able to raise; after an abort the engine is never used again.
+"""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+import contextlib
+import datetime
+import logging
+import os
+import socket
+import time
+from typing import Any
+
+import torch
+
+from ..coordinator import Control
+from ..errors import HoraError
+from .base import SLICE_S, Circle, Handle, Land, Patience, Transport
+from .tcp import memory_of
+
+log = logging.getLogger(__name__)
+
+TORCH_OPERATIONS = {
+    "sum": "SUM", "mean": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "and": "BAND", "or": "BOR", "xor": "BXOR",
+}  # fmt: skip
+MPI_OPERATIONS = {
+    "sum": "SUM", "mean": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "and": "BAND", "or": "BOR", "xor": "BXOR",
+}  # fmt: skip
+MPI_TYPES = {
+    torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int64: "INT64_T", torch.int32: "INT32_T",
+    torch.int16: "INT16_T", torch.int8: "INT8_T", torch.uint8: "UINT8_T",
+}  # fmt: skip
+
+
+class Backend(abc.ABC):
+    """One engine: starts work and says when it is done. `test()` of the work is cheap and raises what went wrong."""
+
+    name: str
+
+    @abc.abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work: ...
+
+    @abc.abstractmethod
+    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Work: ...
+
+    @abc.abstractmethod
+    def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> Work: ...
+
+    def abort(self) -> None:
+        """Ends what is under way, as far as the engine can."""
+
+    def close(self) -> None: ...
+
+
+class Work(abc.ABC):
+    @abc.abstractmethod
+    def test(self) -> bool: ...
+
+    @abc.abstractmethod
+    def rest(self, seconds: float) -> None:
+        """Sleeps until it is done or the time is over."""
+
+
+class EngineTransport(Transport):
+    kind = "engine"
+
+    def __init__(self, circle: Circle, backend: Backend) -> None:
+        super().__init__(circle)
+        self.backend = backend
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
+        """The engine's own, in place. 'mean' divides after the sum."""
+        self._finish(self.backend.all_reduce(tensor, op))
+        if op == "mean" and self.size > 1:
+            tensor.div_(self.size)
+
+    def _finish(self, work: Work) -> None:
+        patience = None
+        while not work.test():
+            if patience is None:
+                patience = Patience(self, tuple(r for r in range(self.size) if r != self.rank))
+            patience.check()
+            work.rest(SLICE_S)
+
+    def abort(self, cause: HoraError) -> None:
+        if self.cause is None:
+            super().abort(cause)
+            self.backend.abort()
+
+    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Handle:
+        return _Transfer(self, peer, channel, stamp, tensor, None, sends=True)
+
+    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Handle:
+        return _Transfer(self, peer, channel, stamp, tensor, land, sends=False)
+
+    def _idle(self, handle: Handle, rounds: int) -> None:
+        works = [pending.work for pending in self._pending(handle.channel) if isinstance(pending, _Transfer)]
+        if works and works[0] is not None:
+            works[0].rest(min(SLICE_S, 20e-6 * rounds))
+
+    def close(self) -> None:
+        self.backend.close()
+
+
+class _Transfer(Handle):
+    """A message is two of the engine's: the stamp and the length, then the data. So it is checked as elsewhere."""
+
+    __slots__ = ("body", "head", "land", "sends", "stage", "tensor", "wanted", "work")
+
+    def __init__(
+        self,
+        transport: EngineTransport,
+        peer: int,
+        channel: int,
+        stamp: int,
+        tensor: torch.Tensor,
+        land: Land | None,
+        sends: bool,
+    ) -> None:
+        super().__init__(transport, peer, channel)
+        self.sends = sends
+        self.tensor = tensor
+        self.land = land
+        signed = stamp - (1 << 64) if stamp >= 1 << 63 else stamp
+        self.wanted = torch.tensor([signed, transport.circle.generation, tensor.numel() * tensor.element_size()])
+        self.head = self.wanted.clone() if sends else torch.zeros_like(self.wanted)
+        self.body = tensor
+        self.stage = 0
+        self.work: Work | None = None
+
+    def advance(self) -> bool:
+        moved = False
+        while not self.done:
+            if self.work is None:
+                self._start()
+                moved = True
+            assert self.work is not None
+            if not self.work.test():
+                return moved
+            self.work = None
+            self._next()
+            moved = True
+        return moved
+
+    def _start(self) -> None:
+        transport = self.transport
+        assert isinstance(transport, EngineTransport)
+        tensor = self.head if self.stage == 0 else self.body
+        call = transport.backend.send if self.sends else transport.backend.recv
+        self.work = call(self.peer, tensor, self.channel)
+
+    def _next(self) -> None:
+        if self.stage == 0 and not self.sends and not torch.equal(self.head, self.wanted):
+            raise self.transport.watcher.differ(self.peer, self.channel)
+        if self.stage == 0 and self.tensor.numel():
+            self.stage = 1
+            if not self.sends and self.land is not torch.Tensor.copy_:
+                self.body = torch.empty_like(self.tensor)
+            return
+        if self.stage == 1 and self.body is not self.tensor:
+            assert self.land is not None
+            self.land(self.tensor, self.body)
+        self.done = True
+
+
+# -- torch.distributed -------------------------------------------------------------------------------------------------
+
+
+class TorchBackend(Backend):
+    """A process group of our own, not torch's default one, so that a user's `init_process_group` stays possible.
+
+    The store that the ranks meet in listens on the run's own address; its port travels over the coordinator.
+    """
+
+    def __init__(self, circle: Circle, control: Control, name: str, bind: str) -> None:
+        import torch.distributed as dist
+
+        self.name = name
+        self._dist = dist
+        limit = datetime.timedelta(seconds=circle.timeout_s)
+        store = self._meet(circle, control, bind, limit)
+        self._store = store
+        prefixed = dist.PrefixStore(name, store)
+        if name == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group: Any = dist.ProcessGroupNCCL(prefixed, circle.rank, circle.size, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = limit
+            options._threads = 2
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind)]
+            self._group = dist.ProcessGroupGloo(prefixed, circle.rank, circle.size, options)
+        # Two threads: a send and a receive must be able to block at the same time.
+        self._threads = concurrent.futures.ThreadPoolExecutor(4 * circle.size + 2, "hora-engine")
+
+    @staticmethod
+    def _meet(circle: Circle, control: Control, bind: str, limit: datetime.timedelta) -> Any:
+        from torch.distributed import TCPStore
+
+        key = f"{circle.name}/engine-store"
+        if circle.rank == 0:
+            family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+            listening = socket.create_server((bind, 0), family=family)
+            port = listening.getsockname()[1]
+            store = TCPStore(
+                bind, port, circle.size, True, limit, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+            control.put(key, f"{bind} {port}".encode())
+            return store
+        host, port_text = control.get(key).decode().split()
+        return TCPStore(host, int(port_text), circle.size, False, limit, wait_for_workers=False)
+
+    def _begin(self, start: Any) -> Work:
+        return _Threaded(self._threads.submit(lambda: start().wait()))
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
+        if self.name == "gloo" and tensor.dtype is torch.bool:
+            raise ValueError("Gloo reduces no bools; use uint8, or an algorithm of Hora's own such as 'ring'")
+        options = self._dist.AllreduceOptions()
+        options.reduceOp = getattr(self._dist.ReduceOp, TORCH_OPERATIONS[op])
+        if tensor.is_cuda:
+            work = self._group.allreduce([tensor], options)  # from the caller's thread: NCCL follows its stream
+            return _Threaded(self._threads.submit(lambda: (work.wait(), torch.cuda.current_stream().synchronize())))
+        return self._begin(lambda: self._group.allreduce([tensor], options))
+
+    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
+        return self._begin(lambda: self._group.send([tensor], peer, tag))
+
+    def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
+        return self._begin(lambda: self._group.recv([tensor], peer, tag))
+
+    def abort(self) -> None:
+        with contextlib.suppress(Exception):
+            self._group.abort()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+        with contextlib.suppress(Exception):
+            self._group.shutdown()
+
+
+class _Threaded(Work):
+    def __init__(self, future: concurrent.futures.Future[Any]) -> None:
+        self._future = future
+
+    def test(self) -> bool:
+        if not self._future.done():
+            return False
+        error = self._future.exception()
+        if error is not None:
+            raise HoraError(f"the engine failed: {error}") from None
+        return True
+
+    def rest(self, seconds: float) -> None:
+        concurrent.futures.wait([self._future], seconds)
+
+
+# -- MPI ---------------------------------------------------------------------------------------------------------------
+
+
+class MpiBackend(Backend):
+    """MPI through mpi4py, for ranks that mpirun started: the circle must be the whole of MPI's world."""
+
+    name = "mpi"
+
+    def __init__(self, circle: Circle) -> None:
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as problem:
+            raise ValueError(f"the engine 'mpi' needs mpi4py and an MPI library: {problem}") from None
+        if MPI.COMM_WORLD.Get_size() != circle.size or MPI.COMM_WORLD.Get_rank() != circle.rank:
+            raise ValueError("the engine 'mpi' needs ranks that mpirun started: mpirun -n N python script.py")
+        self._mpi = MPI
+        self._comm = MPI.COMM_WORLD.Dup()
+
+    def _spec(self, tensor: torch.Tensor) -> list[Any]:
+        if tensor.dtype not in MPI_TYPES:
+            raise ValueError(f"MPI reduces no {tensor.dtype}; use an algorithm of Hora's own such as 'ring'")
+        return [memory_of(tensor), getattr(self._mpi, MPI_TYPES[tensor.dtype])]
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
+        operation = getattr(self._mpi, MPI_OPERATIONS[op])
+        return _Request(self._comm.Iallreduce(self._mpi.IN_PLACE, self._spec(tensor), operation))
+
+    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
+        return _Request(self._comm.Isend([memory_of(tensor), self._mpi.BYTE], peer, tag))
+
+    def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
+        return _Request(self._comm.Irecv([memory_of(tensor), self._mpi.BYTE], peer, tag))
+
+
+class _Request(Work):
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def test(self) -> bool:
+        return bool(self._request.Test())
+
+    def rest(self, seconds: float) -> None:
+        deadline = time.monotonic() + min(seconds, 0.001)  # MPI moves data only while it is asked
+        while time.monotonic() < deadline and not self._request.Test():
+            os.sched_yield()
+
+
+def open_engine(circle: Circle, control: Control, backend: str, bind: str) -> EngineTransport:
+    """Collective: the engine over these ranks; 'auto' is Gloo, which is everywhere."""
+    name = "gloo" if backend == "auto" else backend
+    if name == "mpi":
+        return EngineTransport(circle, MpiBackend(circle))
+    if circle.rank == 0:
+        log.info("the engine's links (%s) are not authenticated: keep them inside a trusted network", name)
+    return EngineTransport(circle, TorchBackend(circle, control, name, bind))

@@ -1,0 +1,146 @@
+"""Ranks as threads of one process: for tests, and for a world of one, which is a group without peers."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .base import SLICE_S, Circle, Handle, Land, Patience, Registered, Transport
+
+
+class Lounge:
+    """Where the threads of one run meet: the messages on their way and the memory they share."""
+
+    def __init__(self) -> None:
+        self.news = threading.Condition()
+        self.messages: dict[tuple[str, int, int, int], collections.deque[tuple[int, torch.Tensor]]] = {}
+        self.shared: dict[str, Any] = {}
+
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
+        """The one object under `key`, made by whoever comes first."""
+        with self.news:
+            if key not in self.shared:
+                self.shared[key] = make()
+            return self.shared[key]
+
+
+class MemoryTransport(Transport):
+    kind = "memory"
+    shares_memory = True
+
+    def __init__(self, circle: Circle, lounge: Lounge) -> None:
+        super().__init__(circle)
+        self.lounge = lounge
+
+    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Handle:
+        return _Send(self, peer, channel, stamp, tensor)
+
+    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Handle:
+        return _Recv(self, peer, channel, stamp, tensor, land)
+
+    def post(self, source: int, target: int, channel: int) -> collections.deque[tuple[int, torch.Tensor]]:
+        key = (self.circle.name, source, target, channel)
+        return self.lounge.messages.setdefault(key, collections.deque())
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Registered:
+        key = f"{self.circle.name}/{name}"
+        parts = self.lounge.once(key, lambda: _Parts(self.size, numel, dtype))
+        return MemoryRegistered(self, parts)
+
+    def _idle(self, handle: Handle, rounds: int) -> None:
+        with self.lounge.news:
+            if self.cause is None and not self.post(handle.peer, self.rank, handle.channel):
+                self.lounge.news.wait(SLICE_S)
+
+    def _wake(self) -> None:
+        with self.lounge.news:
+            self.lounge.news.notify_all()
+
+
+class _Send(Handle):
+    __slots__ = ("stamp", "tensor")
+
+    def __init__(self, transport: MemoryTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor) -> None:
+        super().__init__(transport, peer, channel)
+        self.stamp = stamp
+        self.tensor = tensor
+
+    def advance(self) -> bool:
+        transport = self.transport
+        assert isinstance(transport, MemoryTransport)
+        with transport.lounge.news:
+            transport.post(transport.rank, self.peer, self.channel).append((self.stamp, self.tensor.clone()))
+            transport.lounge.news.notify_all()
+        self.done = True
+        return True
+
+
+class _Recv(Handle):
+    __slots__ = ("land", "stamp", "tensor")
+
+    def __init__(
+        self, transport: MemoryTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor, land: Land
+    ) -> None:
+        super().__init__(transport, peer, channel)
+        self.stamp = stamp
+        self.tensor = tensor
+        self.land = land
+
+    def advance(self) -> bool:
+        transport = self.transport
+        assert isinstance(transport, MemoryTransport)
+        with transport.lounge.news:
+            queue = transport.post(self.peer, transport.rank, self.channel)
+            if not queue:
+                return False
+            stamp, data = queue.popleft()
+        if stamp != self.stamp or data.dtype != self.tensor.dtype or data.numel() != self.tensor.numel():
+            raise transport.watcher.differ(self.peer, self.channel)
+        if data.numel():
+            self.land(self.tensor, data)
+        self.done = True
+        return True
+
+
+class _Parts:
+    def __init__(self, size: int, numel: int, dtype: torch.dtype) -> None:
+        self.peers = [torch.zeros(numel, dtype=dtype) for _ in range(size)]
+        self.common = torch.zeros(numel, dtype=dtype)
+        self.flags = [0] * size
+        self.stamps = [[0, 0] for _ in range(size)]
+
+
+class MemoryRegistered(Registered):
+    def __init__(self, transport: MemoryTransport, parts: _Parts) -> None:
+        self._transport = transport
+        self._parts = parts
+        self.peers = parts.peers
+        self.mine = parts.peers[transport.rank]
+        self.common = parts.common
+
+    def signal(self, value: int, stamp: int | None = None) -> None:
+        with self._transport.lounge.news:
+            if stamp is not None:
+                self._parts.stamps[self._transport.rank][(value >> 1) & 1] = stamp
+            self._parts.flags[self._transport.rank] = value
+            self._transport.lounge.news.notify_all()
+
+    def stamp_of(self, peer: int, value: int) -> int:
+        return self._parts.stamps[peer][(value >> 1) & 1]
+
+    def await_signal(self, peer: int, value: int) -> None:
+        patience = None
+        while self._parts.flags[peer] < value:
+            patience = patience or Patience(self._transport, (peer,))
+            patience.check()
+            with self._transport.lounge.news:
+                if self._parts.flags[peer] < value and self._transport.cause is None:
+                    self._transport.lounge.news.wait(SLICE_S)
+
+    def await_all(self, value: int) -> None:
+        for peer in range(self._transport.size):
+            self.await_signal(peer, value)

@@ -1,0 +1,307 @@
+"""TCP between ranks: authenticated, one connection per direction, peer and channel, a fixed header per message.
+
+A connection is opened by the sender at its first message, so ranks that never talk never connect. After the handshake
+the sender says once who it is (generation, group, rank, channel); a connection of another generation is refused. Then
+messages follow each other:
+
+    magic  generation  group  channel  | stamp | number of bytes | data …
+    4      4           4      4          8       8
+
+The receiver compares the header with what it expects before any data is read, and data goes straight into the expected
+tensor: nothing is ever allocated because a peer said so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from .. import handshake
+from ..coordinator.client import dial
+from ..errors import HoraError, PeerLost
+from .base import SLICE_S, Circle, Handle, Land, Patience, Transport
+
+log = logging.getLogger(__name__)
+
+PURPOSE = "link"
+MAGIC = b"HoRa"
+HEADER = struct.Struct("<4sIIIQQ")
+INTRODUCTION = struct.Struct("<III I")  # generation, group, rank, channel
+PIECE_BYTES = 256 << 10  # what a reduction takes in one go: stays in the cache
+CAUSE_S = 0.5  # a broken connection waits this long for the coordinator to say why
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay for small messages; on loopback a congestion control that does not pace itself."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not ipaddress.ip_address(sock.getpeername()[0]).is_loopback:
+        return
+    for name in (b"cubic", b"reno"):
+        with contextlib.suppress(OSError, AttributeError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            return
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, in place. The tensor must outlive the view."""
+    length = tensor.numel() * tensor.element_size()
+    if length == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr())).cast("B")
+
+
+class Port:
+    """A rank's listening end, shared by its groups: hands each incoming connection to the group it is for."""
+
+    def __init__(self, token: bytes, bind: str) -> None:
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        sock = socket.create_server((bind, 0), family=family, backlog=128)
+        self.address: tuple[str, int] = (bind, sock.getsockname()[1])
+        self.token = token
+        self._groups: dict[tuple[int, int], TcpTransport] = {}
+        self._parked: dict[tuple[int, int], list[tuple[socket.socket, int, int]]] = {}
+        self._oldest = 0
+        self._order = threading.Lock()
+        self._listener = handshake.Listener(sock, token, PURPOSE, self._welcome)
+
+    def attach(self, transport: TcpTransport) -> None:
+        """From now on connections for this group reach it; those that came early are handed over."""
+        key = (transport.circle.generation, transport.circle.group)
+        with self._order:
+            self._groups[key] = transport
+            self._oldest = max(self._oldest, transport.circle.generation)
+            early = self._parked.pop(key, [])
+        for sock, rank, channel in early:
+            transport.adopt(sock, rank, channel)
+
+    def detach(self, transport: TcpTransport) -> None:
+        with self._order:
+            self._groups.pop((transport.circle.generation, transport.circle.group), None)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        data = handshake.recv_exactly(sock, INTRODUCTION.size, time.monotonic() + handshake.PATIENCE_S)
+        generation, group, rank, channel = INTRODUCTION.unpack(data)
+        with self._order:
+            if generation < self._oldest:
+                raise HoraError(f"rank {rank} speaks for generation {generation}; this is {self._oldest}")
+            transport = self._groups.get((generation, group))
+            if transport is None:
+                self._parked.setdefault((generation, group), []).append((sock, rank, channel))
+                return
+        transport.adopt(sock, rank, channel)
+
+    def forget(self) -> None:
+        self._listener.forget()
+        for transport in self._groups.values():
+            transport.forget()
+
+    def close(self) -> None:
+        self._listener.close()
+        with self._order:
+            for early in self._parked.values():
+                for sock, _, _ in early:
+                    sock.close()
+            self._parked.clear()
+
+
+class TcpTransport(Transport):
+    """`address_of(peer)` blocks until that peer's address is known; it is asked at the first message to it."""
+
+    kind = "tcp"
+
+    def __init__(self, circle: Circle, port: Port, address_of: Callable[[int], tuple[str, int]]) -> None:
+        super().__init__(circle)
+        self._port = port
+        self._address_of = address_of
+        self._out: dict[tuple[int, int], socket.socket] = {}
+        self._in: dict[tuple[int, int], socket.socket] = {}
+        self._news = threading.Condition()
+        port.attach(self)
+
+    def outgoing(self, peer: int, channel: int) -> socket.socket:
+        key = (peer, channel)
+        sock = self._out.get(key)
+        if sock is None:
+            sock = dial(self._address_of(peer), self._port.token, PURPOSE)
+            tune(sock)
+            sock.sendall(INTRODUCTION.pack(self.circle.generation, self.circle.group, self.rank, channel))
+            sock.setblocking(False)
+            self._out[key] = sock
+        return sock
+
+    def incoming(self, peer: int, channel: int) -> socket.socket | None:
+        return self._in.get((peer, channel))
+
+    def adopt(self, sock: socket.socket, rank: int, channel: int) -> None:
+        """Takes a connection that `rank` opened; called on the port's threads."""
+        with self._news:
+            if not 0 <= rank < self.size or (rank, channel) in self._in:
+                raise HoraError(f"a second connection claims to come from rank {rank}, channel {channel}")
+            tune(sock)
+            sock.setblocking(False)
+            self._in[rank, channel] = sock
+            self._news.notify_all()
+
+    def broken(self, peer: int, problem: object) -> HoraError:
+        """The connection to `peer` is gone: its cause if it can be learnt, else what was seen here."""
+        patience = Patience(self, (peer,))
+        deadline = time.monotonic() + CAUSE_S
+        while time.monotonic() < deadline:
+            try:
+                patience.check()
+            except HoraError as cause:
+                return cause
+            time.sleep(0.005)
+        lost = PeerLost(
+            f"{self.name_of(self.rank)}: lost {self.name_of(peer)} in {self.watcher.doing()}: {problem}", (peer,)
+        )
+        self.abort(lost)
+        return self.cause or lost
+
+    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Handle:
+        return _Send(self, peer, channel, stamp, tensor)
+
+    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Handle:
+        return _Recv(self, peer, channel, stamp, tensor, None if land is torch.Tensor.copy_ else land)
+
+    def _idle(self, handle: Handle, rounds: int) -> None:
+        poller = select.poll()
+        watched = 0
+        for pending in self._pending(handle.channel):
+            if isinstance(pending, _Send):
+                poller.register(pending.sock, select.POLLOUT)
+                watched += 1
+            elif (sock := self.incoming(pending.peer, pending.channel)) is not None:
+                poller.register(sock, select.POLLIN)
+                watched += 1
+        if watched:
+            poller.poll(SLICE_S * 1000)
+        else:
+            with self._news:
+                if self.incoming(handle.peer, handle.channel) is None:
+                    self._news.wait(SLICE_S)
+
+    def forget(self) -> None:
+        for sock in (*self._out.values(), *self._in.values()):
+            sock.close()
+
+    def close(self) -> None:
+        self._port.detach(self)
+        for sock in self._out.values():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)  # what is on its way still arrives
+        self.forget()
+
+
+class _Send(Handle):
+    __slots__ = ("parts", "sock", "tensor")
+
+    def __init__(self, transport: TcpTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor) -> None:
+        super().__init__(transport, peer, channel)
+        data = memory_of(tensor)
+        circle = transport.circle
+        header = HEADER.pack(MAGIC, circle.generation, circle.group, channel, stamp, len(data))
+        self.sock = transport.outgoing(peer, channel)
+        self.tensor = tensor
+        self.parts = [memoryview(header), data]
+
+    def advance(self) -> bool:
+        moved = False
+        while self.parts:
+            try:
+                sent = self.sock.sendmsg(self.parts)
+            except BlockingIOError:
+                return moved
+            except OSError as problem:
+                assert isinstance(self.transport, TcpTransport)
+                raise self.transport.broken(self.peer, problem) from None
+            moved = True
+            while self.parts and sent >= len(self.parts[0]):
+                sent -= len(self.parts[0])
+                del self.parts[0]
+            if self.parts:
+                self.parts[0] = self.parts[0][sent:]
+        self.done = True
+        return True
+
+
+class _Recv(Handle):
+    __slots__ = ("filled", "header", "in_header", "land", "offset", "piece", "stamp", "target", "tensor")
+
+    def __init__(
+        self,
+        transport: TcpTransport,
+        peer: int,
+        channel: int,
+        stamp: int,
+        tensor: torch.Tensor,
+        land: Land | None,
+    ) -> None:
+        super().__init__(transport, peer, channel)
+        self.stamp = stamp
+        self.tensor = tensor
+        self.land = land
+        self.header = bytearray(HEADER.size)
+        self.in_header = True
+        self.target = memoryview(self.header)
+        self.filled = 0
+        self.offset = 0  # elements that have landed
+        self.piece = tensor
+
+    def advance(self) -> bool:
+        transport = self.transport
+        assert isinstance(transport, TcpTransport)
+        sock = transport.incoming(self.peer, self.channel)
+        if sock is None:
+            return False
+        moved = False
+        while not self.done:
+            try:
+                count = sock.recv_into(self.target[self.filled :])
+            except BlockingIOError:
+                return moved
+            except OSError as problem:
+                raise transport.broken(self.peer, problem) from None
+            if count == 0:
+                raise transport.broken(self.peer, "the connection was closed")
+            moved = True
+            self.filled += count
+            if self.filled == len(self.target):
+                self._complete(transport)
+        return moved
+
+    def _complete(self, transport: TcpTransport) -> None:
+        """The header, or a piece of the data, is whole."""
+        if self.in_header:
+            self.in_header = False
+            circle = transport.circle
+            expected = self.tensor.numel() * self.tensor.element_size()
+            if HEADER.unpack(self.header) != (
+                MAGIC, circle.generation, circle.group, self.channel, self.stamp, expected
+            ):  # fmt: skip
+                raise transport.watcher.differ(self.peer, self.channel)
+            if self.land:
+                self.piece = torch.empty(
+                    min(self.tensor.numel(), PIECE_BYTES // self.tensor.element_size()), dtype=self.tensor.dtype
+                )
+        elif self.land:
+            count = len(self.target) // self.tensor.element_size()
+            self.land(self.tensor[self.offset : self.offset + count], self.piece[:count])
+            self.offset += count
+        else:
+            self.offset = self.tensor.numel()
+        left = self.tensor.numel() - self.offset
+        self.done = left == 0
+        if not self.done:
+            self.target = memory_of(self.piece[: min(left, self.piece.numel())])
+            self.filled = 0

@@ -1,0 +1,274 @@
+"""World: one rank's place in a run. It joins the others, finds out where they are, and makes groups of them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import pathlib
+import select
+import sys
+import threading
+import time
+import weakref
+
+import msgspec
+
+from .collectives.base import Group
+from .coordinator import Control, Event, Member
+from .errors import HoraError, OutOfMemory
+from .transport import Circle, Lounge, MemoryTransport, Transport, futex
+from .transport.engine import open_engine
+from .transport.passing import Passing
+from .transport.shm import ShmTransport
+from .transport.tcp import Port, TcpTransport
+
+log = logging.getLogger(__name__)
+
+TRANSPORTS = ("auto", "shm", "tcp", "engine", "memory")
+DEATH_GRACE_S = 0.2  # whoever watches the process may know more than that it ended
+
+
+class Place(msgspec.Struct):
+    """What the others must know to reach a rank on its own host."""
+
+    passing: str  # the abstract socket's name, "" if it has none
+    kernel: str  # boot and pid namespace: ranks that share it see each other's pids
+
+
+class World:
+    """Collective: every rank of the run makes one with the same arguments.
+
+    `control` has joined already; `members` are in order of rank. `lounge` is where ranks that are threads of one process
+    meet; without it a world of one has its own.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        members: tuple[Member, ...],
+        rank: int,
+        generation: int,
+        token: bytes,
+        *,
+        bind: str = "127.0.0.1",
+        timeout_s: float = 1800.0,
+        transport: str = "auto",
+        algorithm: str = "auto",
+        backend: str = "auto",
+        deterministic: bool = False,
+        lounge: Lounge | None = None,
+    ) -> None:
+        if transport not in TRANSPORTS:
+            raise ValueError(f"unknown transport {transport!r}; there are: {', '.join(TRANSPORTS)}")
+        self.control = control
+        self.members = members
+        self.rank = rank
+        self.size = len(members)
+        self.generation = generation
+        self.token = token
+        self.bind = bind
+        self.timeout_s = timeout_s
+        self.algorithm = algorithm
+        self.backend = backend
+        self.deterministic = deterministic
+        self.stop_reason: str | None = None
+        self._lounge = lounge or (Lounge() if self.size == 1 and transport == "auto" else None)
+        self._groups: list[Group] = []
+        self._port: Port | None = None
+        self._passing: Passing | None = None
+        self._places: list[Place] = []
+        self._settled = {rank}  # ranks whose end is known
+        self._closed = False
+        control.listen(self._hear)
+        _forget_after_fork(self)
+        if self._lounge is None:
+            self._meet()
+        circle = Circle(rank=rank, members=members, generation=generation, group=0, timeout_s=timeout_s)
+        self.group = self._found(circle, transport)
+        if self._places:
+            threading.Thread(target=self._watch, name="hora-watch", daemon=True).start()
+
+    # -- groups ------------------------------------------------------------------------------------------------------
+
+    def _found(self, circle: Circle, kind: str) -> Group:
+        if kind == "auto" and self._lounge is None and self._one_host(circle):
+            try:
+                return self._gather(circle, "shm")
+            except OutOfMemory as problem:
+                if circle.rank == 0:
+                    log.warning("no shared memory, so the ranks talk over TCP, which is slower: %s", problem)
+        return self._gather(circle, kind)
+
+    def _gather(self, circle: Circle, kind: str) -> Group:
+        group = Group(
+            self.connect(circle, kind),
+            self.control,
+            algorithm=self.algorithm,
+            deterministic=self.deterministic,
+            companion=lambda wanted: self.connect(circle, wanted),
+            found=lambda ranks, wanted: self._subgroup(group, ranks, wanted),
+        )
+        self._groups.append(group)
+        return group
+
+    def _subgroup(self, parent: Group, ranks: list[int], kind: str) -> Group | None:
+        circle = parent.transport.circle
+        if parent.rank not in ranks:
+            return None
+        name = f"{circle.name}|{parent._number}|{ranks}"
+        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+        return self._found(
+            Circle(
+                rank=ranks.index(parent.rank),
+                members=tuple(circle.members[rank] for rank in ranks),
+                generation=circle.generation,
+                group=number,
+                timeout_s=circle.timeout_s,
+            ),
+            kind,
+        )
+
+    def connect(self, circle: Circle, kind: str) -> Transport:
+        """Collective among the circle: a transport of that kind; 'auto' means TCP here."""
+        if self._lounge is not None and kind in ("auto", "memory"):
+            return MemoryTransport(circle, self._lounge)
+        if kind == "memory":
+            raise ValueError("the memory transport joins threads of one process, not processes")
+        if kind.startswith("engine"):
+            backend = kind.partition(":")[2] or "auto"
+            return open_engine(circle, self.control, self.backend if backend == "auto" else backend, self.bind)
+        if kind == "shm":
+            if self._passing is None:
+                raise ValueError("shared memory between ranks needs Linux on x86-64; use the tcp transport")
+            leader = self._places[circle.members[0].rank].passing
+            return ShmTransport(circle, self._passing, leader, lambda key, word: self._agree(circle, key, word))
+        return TcpTransport(circle, self._open_port(), lambda peer: self._address(circle.members[peer].rank))
+
+    def _agree(self, circle: Circle, key: str, word: str) -> list[str]:
+        """Every rank's word to every rank, over the coordinator."""
+        self.control.put(f"{key}/{circle.rank}", word.encode())
+        return [self.control.get(f"{key}/{rank}", self.timeout_s).decode() for rank in range(circle.size)]
+
+    def _one_host(self, circle: Circle) -> bool:
+        """Whether rank 0 of the circle can pass a descriptor to every other rank: all say what they found."""
+        leader = self._places[circle.members[0].rank].passing
+        word = ""
+        if not leader or self._passing is None:
+            word = "apart"
+        elif circle.rank:
+            try:
+                self._passing.reach(leader)
+            except (OSError, HoraError):
+                word = "apart"
+        together = not any(self._agree(circle, f"{circle.name}/host", word))
+        if not together and not futex.AVAILABLE and circle.rank == 0:
+            log.warning("shared memory is for Linux on x86-64; here the ranks talk over TCP")
+        return together
+
+    def _meet(self) -> None:
+        if futex.AVAILABLE:
+            with contextlib.suppress(OSError):
+                self._passing = Passing(self.token)
+        mine = Place(self._passing.address if self._passing else "", _kernel())
+        key = f"g{self.generation}/place"
+        self.control.put(f"{key}/{self.rank}", msgspec.msgpack.encode(mine))
+        self._places = [
+            msgspec.msgpack.decode(self.control.get(f"{key}/{rank}", self.timeout_s), type=Place)
+            for rank in range(self.size)
+        ]
+
+    def _open_port(self) -> Port:
+        if self._port is None:
+            self._port = Port(self.token, self.bind)
+            host, port = self._port.address
+            self.control.put(f"g{self.generation}/tcp/{self.rank}", f"{host} {port}".encode())
+        return self._port
+
+    def _address(self, rank: int) -> tuple[str, int]:
+        host, port = self.control.get(f"g{self.generation}/tcp/{rank}", self.timeout_s).decode().split()
+        return host, int(port)
+
+    # -- the others' fate ----------------------------------------------------------------------------------------------
+
+    def _hear(self, event: Event) -> None:
+        if event.kind == "stop" and self.stop_reason is None:
+            self.stop_reason = event.text
+        if event.kind in ("died", "left") and event.member is not None and event.member.role == "worker":
+            self._settled.add(event.member.rank)
+        for group in list(self._groups):
+            group.hear(event)
+
+    def lose(self, rank: int, reason: str) -> None:
+        """This rank is dead, whoever found out."""
+        if rank not in self._settled:
+            self._settled.add(rank)
+            event = Event(kind="died", generation=self.generation, member=self.members[rank], text=reason)
+            for group in list(self._groups):
+                group.hear(event)
+
+    def _watch(self) -> None:
+        """Notices the death of a rank on this host by its pidfd, in case nobody else does."""
+        poller = select.poll()
+        ranks: dict[int, int] = {}
+        for rank, place in enumerate(self._places):
+            pid = self.members[rank].pid
+            if pid != os.getpid() and place.kernel == self._places[self.rank].kernel:
+                with contextlib.suppress(OSError):
+                    descriptor = os.pidfd_open(pid)
+                    ranks[descriptor] = rank
+                    poller.register(descriptor, select.POLLIN)
+        ended: dict[int, float] = {}
+        while not self._closed and (ranks or ended):
+            for descriptor, _ in poller.poll(50 if ended else 200):
+                poller.unregister(descriptor)
+                os.close(descriptor)
+                ended[ranks.pop(descriptor)] = time.monotonic()
+            for rank, since in list(ended.items()):
+                if time.monotonic() - since >= DEATH_GRACE_S:
+                    del ended[rank]
+                    self.lose(rank, "its process ended")
+        for descriptor in ranks:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """In a forked child: the run's sockets are the parent's alone, else its end would go unnoticed."""
+        self._closed = True
+        for part in (self._port, self._passing, self.control):
+            if part is not None and hasattr(part, "forget"):
+                part.forget()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for group in self._groups:
+            group.close()
+        if self._port:
+            self._port.close()
+        if self._passing:
+            self._passing.close()
+
+
+def _kernel() -> str:
+    if sys.platform != "linux":
+        return ""
+    with contextlib.suppress(OSError):
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _forget_after_fork(world: World) -> None:
+    reference = weakref.ref(world)
+
+    def forget() -> None:
+        found = reference()
+        if found is not None:
+            found.forget()
+
+    os.register_at_fork(after_in_child=forget)

@@ -1,0 +1,15 @@
+"""Rank 1 ends as an echo at once, rank 2 fails a moment later: the cause is rank 2."""
+
+import os
+import sys
+import time
+
+from hora.launch.codes import ECHO_EXIT
+
+rank = int(os.environ["HORA_RANK"])
+if rank == 1:
+    sys.exit(ECHO_EXIT)
+if rank == 2 and "alone" not in sys.argv:
+    time.sleep(0.4)
+    raise ValueError("the real cause")
+time.sleep(60)

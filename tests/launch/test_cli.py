@@ -1,0 +1,107 @@
+"""The command line: bad usage is one line and exit code 2, help explains every flag, and none of it loads torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from conftest import SCRIPTS, Launcher
+
+from hora.launch import cli, codes
+
+RUN = ["run", "-n", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run"], "hora run: no script was given; e.g. hora run -n 4 train.py"),
+        (["run", "-n", "0", "hello.py"], "hora run: -n takes a whole number of at least 1, not '0'; e.g. -n 4"),
+        (["run", "-n", "two", "hello.py"], "hora run: -n takes a whole number of at least 1, not 'two'"),
+        (["run", "-n", "100000", "hello.py"], "hora run: -n takes a number of ranks from 1 to 1024"),
+        (["run", "-n"], "option '-n' requires an argument"),
+        ([*RUN, "helo.py"], "hora run: there is no script 'helo.py'; did you mean 'hello.py'?"),
+        ([*RUN, "zzzzzz.py"], "there are: "),
+        ([*RUN, "nowhere/x.py"], "the folder 'nowhere' does not exist"),
+        ([*RUN, "-m", "pack.nothing"], "there is no module 'pack.nothing'"),
+        ([*RUN, "-m", "pack"], "module 'pack' is a package without __main__"),
+        (
+            [*RUN, "--strateg", "ring", "hello.py"],
+            "hora run: no such option --strateg; did you mean --strategy? there are: -n",
+        ),
+        (
+            [*RUN, "--strategy", "rong", "hello.py"],
+            "hora run: unknown strategy 'rong'; there are: auto, engine, halving",
+        ),
+        ([*RUN, "--strategy", "ring:x=1", "hello.py"], "strategy 'ring' has no option 'x'"),
+        ([*RUN, "--strategy", "ring", "--servers", "2", "hello.py"], "--servers 2: strategy 'ring' uses none"),
+        ([*RUN, "--servers", "2", "hello.py"], "--servers 2: no --strategy was given"),
+        ([*RUN, "--name", "../up", "hello.py"], "--name '../up' will not do"),
+        ([*RUN, "--timeout-s", "0", "hello.py"], "--timeout-s takes a number of seconds above 0, not 0"),
+        ([*RUN, "--timeout-s", "nan", "hello.py"], "--timeout-s takes a number of seconds above 0, not nan"),
+        ([*RUN, "--color", "red", "hello.py"], "--color: 'red' is not one of 'auto', 'always', 'never'"),
+        (
+            ["explain", "square"],
+            "hora explain: NAME: 'square' is not one of 'ring', 'tree', 'halving', 'star', 'reduce'",
+        ),
+        (["explain"], "hora explain: NAME is missing"),
+        (["explain", "ring", "-n", "0"], "hora explain: -n takes a whole number of at least 1"),
+        (
+            ["bench", "allreduce", "--sizes", "4K,7Q"],
+            "hora bench allreduce: --sizes takes sizes as 4K,64K,1M, not '7Q'",
+        ),
+        (["bench", "nothing"], "hora bench: no such command 'nothing'; there are: allreduce"),
+        (["runn"], "hora: no such command 'runn'; there are: run, explain, bench, demo"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(
+    arguments: list[str], says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(SCRIPTS)
+    assert cli.main(arguments) == codes.USAGE
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert says in err
+
+
+def test_what_the_machine_refuses_is_bad_usage_too(launcher: Launcher) -> None:
+    for option, value in (("--bind", "192.0.2.1"), ("--log-dir", "/proc/nothing")):
+        done = launcher.run("run", option, value, "hello.py")
+        assert done.returncode == codes.USAGE and done.stdout == ""
+        assert done.stderr.count("\n") == 1 and f"{option} {value}" in done.stderr
+
+
+def test_help_explains_every_option_with_an_example() -> None:
+    pending: list[click.Command] = [cli.hora]
+    while pending:
+        command = pending.pop()
+        if isinstance(command, click.Group):
+            pending += command.commands.values()
+        assert command.help
+        for option in command.params:
+            if isinstance(option, click.Option):
+                assert "e.g. " in (option.help or "").lower(), f"{command.name} {option.name}"
+
+
+def test_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--help"]) == codes.OK
+    said = capsys.readouterr().out
+    for code in (codes.OK, codes.SCRIPT_FAILED, codes.USAGE, codes.RANK_KILLED, codes.INTERRUPTED, codes.TERMINATED):
+        assert f"{code:>3}  " in said
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["run", "-n", "0", "x.py"], ["run", "nothing.py"]]
+)
+def test_help_and_usage_errors_do_not_import_torch(arguments: list[str]) -> None:
+    code = f"import sys; from hora.launch.cli import main; main({arguments!r}); sys.exit('torch' in sys.modules)"
+    src = Path(cli.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(src)}, capture_output=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+
+
+def test_sizes_count_in_steps_of_1024() -> None:
+    assert cli._Sizes().convert("100, 4K,1m,2GB", None, None) == [100, 4096, 1 << 20, 2 << 30]
