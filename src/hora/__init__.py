@@ -1,3 +1,62 @@
-"""Hora: one PyTorch training script, many processes and machines, any data-parallel architecture, chosen by one word."""
+"""Hora: one PyTorch training script, many processes and machines, any data-parallel architecture, chosen by one word.
+
+Importing changes nothing and is cheap: what needs torch is loaded at first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .collectives.base import Group
+    from .calls import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        barrier,
+        broadcast,
+        gather,
+        new_group,
+        recv,
+        reduce,
+        reduce_scatter,
+        scatter,
+        send,
+    )
+    from .errors import HoraError, Mismatch, PeerLost, Timeout, Unauthorized
+    from .job import Job, init
+    from .strategies import Auto, Engine, Halving, Ring, Shared, Star, Tree
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "job": ("Job", "init"),
+    "collectives": ("Group",),
+    "calls": (
+        "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
+        "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send",
+    ),
+    "errors": ("HoraError", "Mismatch", "PeerLost", "Timeout", "Unauthorized"),
+    "strategies": ("Auto", "Engine", "Halving", "Ring", "Shared", "Star", "Tree"),
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Auto", "Engine", "Group", "Halving", "HoraError", "Job", "Mismatch", "PeerLost", "Ring", "Shared", "Star", "Timeout",
+    "Tree", "Unauthorized", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "init",
+    "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"hora has no {name!r}; it has: {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from hora.strategies import KNOWN, Strategy
 
 MAX_RANKS = 1024
+LOOPBACK = "127.0.0.1"
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -30,7 +31,7 @@ class RunConfig:
     servers: int = 0
     strategy: Strategy | None = None
     timeout_s: float | None = None
-    bind: str = "127.0.0.1"
+    bind: str = LOOPBACK
     name: str | None = None
     run_dir: str | None = None
     log_dir: str | None = None

@@ -100,8 +100,8 @@ def _has(pid: int, mark: bytes) -> bool:
 class Guardian:
     """The launcher's end. One caller at a time; nothing here blocks but `done`, which is bounded.
 
-    A guardian that died is replaced once by `replace`, which tells the new one everything the old one knew; after
-    that, and wherever writing to it fails, the run goes on without one.
+    `replace` starts another in the place of one that died and tells it everything the old one knew. Where writing to
+    it fails the run goes on.
     """
 
     def __init__(self, run: str) -> None:
@@ -109,6 +109,7 @@ class Guardian:
         self._groups: set[int] = set()
         self._files: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
+        self.replaced = False
         self._start()
 
     @property
@@ -128,6 +129,7 @@ class Guardian:
         self._tell(f"file {os.fsencode(path).hex()}")
 
     def replace(self) -> None:
+        self.replaced = True
         self._close()
         self._start()
         for pgid in self._groups:

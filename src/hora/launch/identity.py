@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
-from .config import RunConfig
+from .config import LOOPBACK, RunConfig
 
 NAMES = (
     "HORA_RUN",
@@ -17,6 +18,8 @@ NAMES = (
     "HORA_TOKEN_FD",
     "HORA_STRATEGY",
     "HORA_TIMEOUT_S",
+    "HORA_BIND",
+    "HORA_PID",
 )
 
 
@@ -40,6 +43,8 @@ def environment(config: RunConfig, run_id: str, address: tuple[str, int], rank: 
         "HORA_TOKEN_FD": str(token_fd),
         "PYTHONUNBUFFERED": "1",
     }
+    if config.bind != LOOPBACK:
+        env["HORA_BIND"] = config.bind
     if config.strategy is not None:
         env["HORA_STRATEGY"] = config.strategy.spell()
     if config.timeout_s is not None:
@@ -55,11 +60,11 @@ def token_descriptor(token: bytes) -> int:
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("hora-token", os.MFD_CLOEXEC)
         os.write(fd, token)
-        os.lseek(fd, 0, os.SEEK_SET)
-        return fd
-    fd, write_fd = os.pipe()
-    os.write(write_fd, token)
-    os.close(write_fd)
+    else:
+        with tempfile.TemporaryFile(buffering=0) as file:  # it has no name, so nothing is left of it
+            file.write(token)
+            fd = os.dup(file.fileno())
+    os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
 

@@ -21,7 +21,6 @@ import secrets
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ from .child import Child, signal_name
 from .config import RunConfig
 from .guardian import Guardian, sweep
 from .identity import environment, token_descriptor
-from .output import Screen
+from .output import Screen, make_log_dir, open_standard_descriptors
 from .report import Outcome
 from .runfile import RunFile
 from .tracebacks import Verdict, exception_of
@@ -62,14 +61,14 @@ def run(config: RunConfig) -> int:
 
     ValueError for what cannot be had here (an address, a directory for logs, a name in use), before any rank starts.
     """
-    _open_standard_descriptors()
+    open_standard_descriptors()
     started_at = time.monotonic()
     run_id, token = secrets.token_hex(8), secrets.token_bytes(32)
     screen = Screen(size=config.size, color=config.color)
     with Wake() as wake, contextlib.ExitStack() as undo:
         service = _serve(config, run_id, token)
         undo.callback(service.close)
-        _make_log_dir(config.log_dir)
+        make_log_dir(config.log_dir)
         record = RunFile(directory=config.run_dir, name=config.name, warn=screen.say)
         undo.callback(record.close)
         guardian = Guardian(run_id)
@@ -330,6 +329,9 @@ class Launch:
         if self._cause is None and self._echo is not None:
             self._blame(self._echo)
         self._screen.close()
+        self._selector.close()
+        if self._guardian_fd >= 0:
+            os.close(self._guardian_fd)
 
     # -- what is said --------------------------------------------------------------------------------------------
 
@@ -365,6 +367,10 @@ class Launch:
     def _mourn_guardian(self) -> None:
         self._selector.unregister(self._guardian_fd)
         os.close(self._guardian_fd)
+        self._guardian_fd = -1
+        if self._guardian.replaced:
+            self._screen.say("the second guardian is gone too; if this launcher is killed now, ranks may be left")
+            return
         self._screen.say("the guardian of this run was killed; a new one takes its place")
         self._guardian.replace()
         self._guardian_fd = self._watch_guardian()
@@ -382,30 +388,7 @@ def _serve(config: RunConfig, run_id: str, token: bytes) -> Service:
     return service
 
 
-def _make_log_dir(path: str | None) -> None:
-    if path is None:
-        return
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--log-dir {path} cannot be made: {error.strerror}") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ValueError(f"--log-dir {path} cannot be written")
-
-
 def _facts(config: RunConfig, run_id: str) -> dict[str, object]:
     facts = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name != "name"}
     facts["strategy"] = config.strategy.spell() if config.strategy else None
     return {"run": run_id, **facts, "cwd": os.getcwd(), "host": socket.gethostname(), "pid": os.getpid()}
-
-
-def _open_standard_descriptors() -> None:
-    """Python's own buffers first; and a pipe of ours must never get the number of a closed stdout."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    for fd in (0, 1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)

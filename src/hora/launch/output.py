@@ -15,6 +15,7 @@ import errno
 import os
 import select
 import stat
+import sys
 from collections.abc import Callable
 
 from .tracebacks import Fold, Verdict
@@ -303,3 +304,27 @@ def _is_regular(fd: int) -> bool:
 def _same_file(one: int, other: int) -> bool:
     a, b = os.fstat(one), os.fstat(other)
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+
+
+def make_log_dir(path: str | None) -> None:
+    """Makes `--log-dir`; ValueError when it cannot be had."""
+    if path is None:
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--log-dir {path} cannot be made: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"--log-dir {path} cannot be written")
+
+
+def open_standard_descriptors() -> None:
+    """Python's own buffers first; and a pipe of ours must never get the number of a closed stdout."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)

@@ -1,0 +1,102 @@
+"""The collectives as plain functions on the job's own group: `hora.all_reduce(t)` is `job.group.all_reduce(t)`.
+
+Every one takes `group=` for another group. See Group for what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .collectives.base import Group
+from .job import current
+
+
+def _on(group: Group | None) -> Group:
+    return group if group is not None else current().group
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: str = "sum",
+    algorithm: str = "auto",
+    group: Group | None = None,
+    name: str | None = None,
+    wait: bool = True,
+) -> Any:
+    return _on(group).all_reduce(tensor, op, algorithm, name, wait)
+
+
+def broadcast(
+    tensor: torch.Tensor, root: int = 0, group: Group | None = None, name: str | None = None, wait: bool = True
+) -> Any:
+    return _on(group).broadcast(tensor, root, name, wait)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    root: int = 0,
+    op: str = "sum",
+    group: Group | None = None,
+    name: str | None = None,
+    wait: bool = True,
+) -> Any:
+    return _on(group).reduce(tensor, root, op, name, wait)
+
+
+def all_gather(tensor: torch.Tensor, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
+    return _on(group).all_gather(tensor, name, wait)
+
+
+def reduce_scatter(
+    tensor: torch.Tensor, op: str = "sum", group: Group | None = None, name: str | None = None, wait: bool = True
+) -> Any:
+    return _on(group).reduce_scatter(tensor, op, name, wait)
+
+
+def gather(
+    tensor: torch.Tensor, root: int = 0, group: Group | None = None, name: str | None = None, wait: bool = True
+) -> Any:
+    return _on(group).gather(tensor, root, name, wait)
+
+
+def scatter(
+    parts: Sequence[torch.Tensor] | None,
+    root: int = 0,
+    group: Group | None = None,
+    name: str | None = None,
+    wait: bool = True,
+) -> Any:
+    return _on(group).scatter(parts, root, name, wait)
+
+
+def all_to_all(
+    parts: torch.Tensor | Sequence[torch.Tensor],
+    splits: Sequence[int] | None = None,
+    group: Group | None = None,
+    name: str | None = None,
+    wait: bool = True,
+) -> Any:
+    return _on(group).all_to_all(parts, splits, name, wait)
+
+
+def barrier(group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
+    return _on(group).barrier(name, wait)
+
+
+def send(
+    tensor: torch.Tensor, to: int, group: Group | None = None, name: str | None = None, wait: bool = True
+) -> Any:
+    return _on(group).send(tensor, to, name, wait)
+
+
+def recv(
+    tensor: torch.Tensor, source: int, group: Group | None = None, name: str | None = None, wait: bool = True
+) -> Any:
+    return _on(group).recv(tensor, source, name, wait)
+
+
+def new_group(ranks: Sequence[int], transport: str = "auto", group: Group | None = None) -> Group | None:
+    return _on(group).new_group(ranks, transport)

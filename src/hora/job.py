@@ -1,0 +1,191 @@
+"""Job: what a user holds. `hora.init()` finds out who this process is in the run and meets the others."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from . import strategies
+from .collectives.base import Group
+from .coordinator import Client, Member
+from .errors import HoraError, PeerLost
+from .launch import environment
+from .launch.codes import ECHO_EXIT
+from .launch.environment import Identity
+from .launch.meeting import Meeting, meet
+from .strategies import Auto, Engine, Strategy
+from .world import World
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 1800.0
+LINGER_S = 2.0  # a rank that hosts the coordinator stays this long for the others' goodbyes
+
+_current: Job | None = None
+
+
+class Job:
+    """One process's part in the run. Made by `hora.init()`; closed at exit, or by `close()`.
+
+    `rank` and `size` count the workers, `local_rank` those on this host; `group` is all of them together.
+    """
+
+    def __init__(self, identity: Identity, meeting: Meeting, world: World, strategy: Strategy) -> None:
+        self.rank = identity.rank
+        self.size = identity.size
+        self.local_rank = identity.local_rank
+        self.role = identity.role
+        self.step = 0
+        self.strategy = strategy
+        self.group: Group = world.group
+        self.pid = os.getpid()
+        self._meeting = meeting
+        self._world = world
+        self._failed = False
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<hora.Job {self.role} {self.rank} of {self.size}, strategy {self.strategy.spell()}>"
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's GPU (ranks beyond their number share), or the CPU."""
+        if torch.cuda.is_available():
+            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        return torch.device("cpu")
+
+    def close(self) -> None:
+        """Leaves the run. Called at exit; calling it again does nothing."""
+        global _current
+        if self._closed or self.pid != os.getpid():
+            return
+        self._closed = True
+        if _current is self:
+            _current = None
+        if not self._failed:
+            with contextlib.suppress(HoraError):
+                self._meeting.control.leave()
+        self._world.close()
+        service = self._meeting.service
+        if service is not None:
+            deadline = time.monotonic() + LINGER_S
+            while service.coordinator.alive and time.monotonic() < deadline:
+                time.sleep(0.01)
+            service.close()
+        self._meeting.control.close()
+
+    def fail(self, reason: str) -> None:
+        """This rank is about to die of `reason`: the others hear it at once."""
+        if not self._failed and not self._closed:
+            self._failed = True
+            with contextlib.suppress(HoraError):
+                self._meeting.control.fail(reason)
+
+
+def init(
+    strategy: str | Strategy | None = None, *, transport: str = "auto", timeout_s: float | None = None
+) -> Job:
+    """Joins the run; blocks until all ranks are there. Alone, without a launcher, it is a world of one.
+
+    `strategy` is the script's default, as text ("ring") or as a dataclass (hora.Ring()); the command line's beats it.
+    `transport` is auto, shm, tcp or engine. `timeout_s` is how long a rank that is alive but slow is waited for. A second
+    call returns the same job.
+    """
+    global _current
+    if _current is not None:
+        if _current.pid != os.getpid():
+            raise HoraError(_CHILD.format(pid=_current.pid))
+        return _current
+    owner = environment.owner_of_rank()
+    if owner is not None and owner != os.getpid():
+        raise HoraError(_CHILD.format(pid=owner))
+    identity = environment.read()
+    chosen = _choose(strategy, identity)
+    limit = timeout_s or identity.timeout_s or TIMEOUT_S
+    meeting = meet(identity)
+    member = Member(identity.role, identity.rank, socket.gethostname(), os.getpid())
+    reply = meeting.control.join(member, f"torch {torch.__version__}", limit)
+    world = World(
+        meeting.control,
+        tuple(m for m in reply.members if m.role == "worker"),
+        identity.rank,
+        reply.generation,
+        meeting.token,
+        bind=identity.bind,
+        timeout_s=limit,
+        transport=transport,
+        algorithm=chosen.algorithm,
+        backend=chosen.backend if isinstance(chosen, Engine) else "auto",
+        deterministic=isinstance(chosen, Auto) and chosen.deterministic,
+    )
+    job = _current = Job(identity, meeting, world, chosen)
+    if identity.launcher != "alone":
+        environment.take_rank()
+        _report_failures(job)
+    if isinstance(meeting.control, Client) and identity.launcher != "hora":
+        meeting.control.on_lost = lambda reason: world.lose(0, f"the line to it broke: {reason}")
+    atexit.register(job.close)
+    return job
+
+
+_CHILD = (
+    "hora.init() was called in a child of the process that is this rank (pid {pid}), a DataLoader worker perhaps: "
+    "call it once, in the main process, under if __name__ == '__main__':"
+)
+
+
+def current() -> Job:
+    """The job of this process; HoraError if `init` was not called."""
+    if _current is None:
+        raise HoraError("no job yet: call hora.init() first")
+    return _current
+
+
+def _choose(strategy: str | Strategy | None, identity: Identity) -> Strategy:
+    given = strategies.parse(strategy) if isinstance(strategy, str) else strategy
+    if identity.strategy is None:
+        return given or Auto()
+    chosen = strategies.parse(identity.strategy)
+    if given is not None and given != chosen and identity.rank == 0:
+        log.warning(
+            "strategy: %s from the command line, not %s from the script", chosen.spell(), given.spell()
+        )
+    return chosen
+
+
+def _report_failures(job: Job) -> None:
+    """An exception that ends the script is told to the others; one that only echoes another rank's end is one line."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != job.pid or threading.current_thread() is not threading.main_thread():
+            previous(kind, error, trace)
+            return
+        if isinstance(error, PeerLost) and error.echo:
+            job._failed = True
+            print(f"stopped: {error}", file=sys.stderr, flush=True)
+            _exit(ECHO_EXIT)
+        if not issubclass(kind, KeyboardInterrupt):
+            job.fail(f"{kind.__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}".rstrip(": "))
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _exit(code: int, run_exit_functions: Callable[[], None] = atexit._run_exitfuncs) -> None:
+    """Ends the process with this code as a normal end would: an exception hook has no other way to choose it."""
+    with contextlib.suppress(BaseException):
+        run_exit_functions()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,157 @@
+"""Who am I in the run: the only place that reads the environment.
+
+The environment says rank, size, role and where to meet; it never overrides an argument. Launchers are asked in this
+order, since the inner one knows better: Hora's own, torchrun, mpirun, a Slurm step; without any of them: a world of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+PID = "HORA_PID"  # set once a process has taken its rank: children inherit it and must not take the rank again
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What the launcher said. `job` names the launch, so that its processes can find each other on one host."""
+
+    launcher: str = "alone"  # hora, torchrun, mpirun, slurm, alone
+    role: str = "worker"
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    job: str = ""
+    address: str = ""
+    strategy: str | None = None
+    timeout_s: float | None = None
+    bind: str = "127.0.0.1"
+    token_fd: int | None = None
+    token_file: str = ""
+
+    @property
+    def one_host(self) -> bool:
+        return self.local_size == self.size
+
+
+def read(environ: Mapping[str, str] | None = None) -> Identity:
+    """The identity that the environment gives this process; ValueError says which variable is wrong."""
+    env = os.environ if environ is None else environ
+    for look in (_hora, _torchrun, _mpirun, _slurm):
+        found = look(env)
+        if found is not None:
+            if not 0 <= found.rank < found.size:
+                raise ValueError(f"{found.launcher} gave rank {found.rank} of {found.size}; ranks count from 0")
+            return found
+    return Identity(**_settings(env))
+
+
+def owner_of_rank(environ: Mapping[str, str] | None = None) -> int | None:
+    """The process that has taken this environment's rank already, if any."""
+    text = (os.environ if environ is None else environ).get(PID, "")
+    return int(text) if text.isdigit() else None
+
+
+def take_rank() -> None:
+    """From now on children of this process are recognised as such."""
+    os.environ[PID] = str(os.getpid())
+
+
+def _hora(env: Mapping[str, str]) -> Identity | None:
+    if "HORA_RANK" not in env:
+        return None
+    size = _int(env, "HORA_SIZE")
+    return Identity(
+        launcher="hora",
+        role=env.get("HORA_ROLE", "worker"),
+        rank=_int(env, "HORA_RANK"),
+        size=size,
+        local_rank=_int(env, "HORA_LOCAL_RANK", 0),
+        local_size=_int(env, "HORA_LOCAL_SIZE", size),
+        job=env.get("HORA_RUN", ""),
+        address=env.get("HORA_CONTROL", ""),
+        token_fd=_int(env, "HORA_TOKEN_FD") if "HORA_TOKEN_FD" in env else None,
+        **_settings(env),
+    )
+
+
+def _torchrun(env: Mapping[str, str]) -> Identity | None:
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
+        raise ValueError("RANK and WORLD_SIZE are set but not MASTER_ADDR and MASTER_PORT: where do the ranks meet?")
+    size = _int(env, "WORLD_SIZE")
+    return Identity(
+        launcher="torchrun",
+        rank=_int(env, "RANK"),
+        size=size,
+        local_rank=_int(env, "LOCAL_RANK", 0),
+        local_size=_int(env, "LOCAL_WORLD_SIZE", size),
+        job=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        address=f"{env['MASTER_ADDR']}:{_int(env, 'MASTER_PORT')}",
+        **_settings(env),
+    )
+
+
+def _mpirun(env: Mapping[str, str]) -> Identity | None:
+    if "OMPI_COMM_WORLD_RANK" not in env or "OMPI_COMM_WORLD_SIZE" not in env:
+        return None
+    size = _int(env, "OMPI_COMM_WORLD_SIZE")
+    return Identity(
+        launcher="mpirun",
+        rank=_int(env, "OMPI_COMM_WORLD_RANK"),
+        size=size,
+        local_rank=_int(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
+        local_size=_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size),
+        job="mpi-" + env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", str(os.getppid()))),
+        **_settings(env),
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> Identity | None:
+    # Inside a step only: the shell of salloc and the script of sbatch know the job's tasks but are none of them.
+    if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env or "SLURM_STEP_NUM_TASKS" not in env:
+        return None
+    size = _int(env, "SLURM_STEP_NUM_TASKS")
+    nodes = _int(env, "SLURM_STEP_NUM_NODES", 1)
+    return Identity(
+        launcher="slurm",
+        rank=_int(env, "SLURM_PROCID"),
+        size=size,
+        local_rank=_int(env, "SLURM_LOCALID", 0),
+        local_size=size if nodes == 1 else 0,
+        job=f"slurm-{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}",
+        address=env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "")),
+        **_settings(env),
+    )
+
+
+def _settings(env: Mapping[str, str]) -> dict[str, object] | dict[str, object]:
+    """What a user may set beside any launcher."""
+    settings: dict[str, object] = {}
+    if "HORA_STRATEGY" in env:
+        settings["strategy"] = env["HORA_STRATEGY"]
+    if "HORA_TIMEOUT_S" in env:
+        try:
+            settings["timeout_s"] = float(env["HORA_TIMEOUT_S"])
+        except ValueError:
+            raise ValueError(f"HORA_TIMEOUT_S takes seconds, not {env['HORA_TIMEOUT_S']!r}") from None
+    if "HORA_BIND" in env:
+        settings["bind"] = env["HORA_BIND"]
+    if "HORA_TOKEN_FILE" in env:
+        settings["token_file"] = env["HORA_TOKEN_FILE"]
+    return settings
+
+
+def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            raise ValueError(f"{name} is not set, though its launcher's other variables are")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} takes a whole number, not {text!r}") from None
