@@ -49,6 +49,7 @@ class Job:
         self.strategy = strategy
         self.group: Group = world.group
         self.pid = os.getpid()
+        self._identity = identity
         self._meeting = meeting
         self._world = world
         self._failed = False

@@ -1,0 +1,1 @@
+"""Benchmarks: Hora against its peers, in one run, interleaved."""
