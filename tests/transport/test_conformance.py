@@ -105,7 +105,7 @@ def test_a_foreign_stamp_is_refused_before_data_lands(transport: str) -> None:
 
     def work(group: Group) -> None:
         if group.rank == 0:
-            group.transport.send(1, torch.ones(8), stamp=5).wait()
+            group.transport.send(1, torch.ones(8), stamp=5)
         else:
             group.transport.recv(0, landed, stamp=6).wait()
 
@@ -118,7 +118,7 @@ def test_a_message_of_another_length_is_refused(transport: str) -> None:
     def work(group: Group) -> None:
         group.barrier()
         if group.rank == 0:
-            group.transport.send(1, torch.ones(8)).wait()
+            group.transport.send(1, torch.ones(8))
         else:
             group.transport.recv(0, torch.zeros(9)).wait()
 
@@ -206,11 +206,19 @@ def test_registered_memory_is_seen_by_all(sharing: str) -> None:
         assert [int(part.sum()) for part in memory.peers] == [1000 * (r + 1) for r in range(group.size)]
         memory.signal(2)
         memory.await_all(2)
-        if group.rank == 1:
-            memory.common.fill_(9)
-        memory.signal(3)
-        memory.await_signal(1, 3)
-        assert int(memory.common.sum()) == 9000
+
+    run(3, work, sharing)
+
+
+@SHARING
+def test_the_whole_shows_every_ranks_share_of_its_own_part(sharing: str) -> None:
+    def work(group: Group) -> None:
+        for numel in (1, 1000, 5000, 100_000):
+            memory = group.buffer(f"woven {numel}", numel, torch.int32)
+            memory.mine.fill_(group.rank + 1)
+            group.barrier()
+            expected = torch.cat([torch.full((stop - start,), r + 1) for r, (start, stop) in enumerate(memory.shares)])
+            assert torch.equal(memory.whole, expected.int())
 
     run(3, work, sharing)
 

@@ -36,12 +36,13 @@ def mpi() -> Call | None:
     except (ImportError, RuntimeError):
         return None
     comm, in_place, total, kind = MPI.COMM_WORLD, MPI.IN_PLACE, MPI.SUM, MPI.FLOAT
-    views: dict[int, Any] = {}
+    views: dict[tuple[int, int], Any] = {}
 
     def call(tensor: torch.Tensor) -> None:
-        spec = views.get(tensor.data_ptr())
+        place = (tensor.data_ptr(), tensor.numel())
+        spec = views.get(place)
         if spec is None:
-            spec = views[tensor.data_ptr()] = [memory_of(tensor), kind]
+            spec = views[place] = [memory_of(tensor), kind]
         comm.Allreduce(in_place, spec, total)
 
     return call

@@ -39,22 +39,28 @@ class Operation:
             target.div_(num_parts)
 
     def reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """out = parts[0] ∘ parts[1] ∘ …, in this order; `out` is none of the parts.
+        """out = parts[0] ∘ parts[1] ∘ …, in this order; `out` may be one of the parts.
 
         Half precision is summed in float32 and rounded once.
         """
         if len(parts) == 1:
-            out.copy_(parts[0])
+            if out is not parts[0]:
+                out.copy_(parts[0])
         elif out.dtype in HALVES:
             total = parts[0].float()
             for part in parts[1:]:
                 self.pair(total, part.float(), out=total)
             self.finish(total, len(parts))
             out.copy_(total)
-        else:
+        elif len(parts) == 2:
             self.pair(parts[0], parts[1], out=out)
-            for part in parts[2:]:
-                self.pair(out, part, out=out)
+            self.finish(out, 2)
+        else:
+            total = torch.empty_like(out)  # not `out`, which may still have to be read
+            self.pair(parts[0], parts[1], out=total)
+            for part in parts[2:-1]:
+                self.pair(total, part, out=total)
+            self.pair(total, parts[-1], out=out)
             self.finish(out, len(parts))
 
 

@@ -2,9 +2,9 @@
 
 Three shapes of the same idea, each a number of *turns* at registered memory (see Registered):
 
-- *registered* data (`reduce_registered`): raise the flag, wait for all; reduce my share of all parts into the common part;
-  raise the flag again, wait for all. The result is one contiguous view of the common part, read-only by contract and
-  valid until the next call on that memory.
+- *registered* data (`reduce_registered`): raise the flag, wait for all; reduce my share of all parts into my own part; raise
+  the flag again, wait for all. The result is the memory's `whole`: one contiguous view, read-only by contract and valid
+  until the next call on that memory. Each rank writes its own part only.
 - ordinary tensors, large (`_shares`): the same per chunk, through a staging slot of each rank: copy in what the others
   reduce, reduce my share, copy out what they reduced.
 - ordinary tensors, small (`_whole`): copy in, raise the flag once, and everybody reduces everything: more reading, but one
@@ -21,6 +21,7 @@ chunks. Half precision is summed in float32 and rounded once.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 
 SLOT_BYTES = 1 << 20
 BLOCK_BYTES = 256 << 10  # what is reduced in one go when there are more than two parts: it stays in the cache
-WHOLE_BYTES = 128 << 10  # up to here everybody reduces everything, divided by the number of ranks beyond two
+WHOLE_BYTES = 512 << 10  # all parts together, up to which everybody reduces everything
+
+Parts = list[torch.Tensor]
 
 
 class Staging:
@@ -42,71 +45,90 @@ class Staging:
 
     def __init__(self, registered: Registered) -> None:
         self.registered = registered
-        self._views: dict[tuple[torch.dtype, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._wholes: dict[tuple[torch.dtype, int], tuple[Parts, Parts]] = {}
+        self._shares: dict[tuple[torch.dtype, int], tuple[list[Parts], list[Parts]]] = {}
 
     @classmethod
     def open(cls, transport: Transport) -> Staging:
         """Collective."""
         return cls(transport.buffer("staging", 2 * SLOT_BYTES, torch.uint8))
 
-    def slots(self, dtype: torch.dtype, numel: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def wholes(self, dtype: torch.dtype, numel: int) -> tuple[Parts, Parts]:
         """For each of the two slots, every rank's first `numel` elements."""
-        found = self._views.get((dtype, numel))
+        found = self._wholes.get((dtype, numel))
         if found is None:
-            if len(self._views) > 256:
-                self._views.clear()
+            if len(self._wholes) > 256:
+                self._wholes.clear()
             num_bytes = numel * dtype.itemsize
             first = [part[:num_bytes].view(dtype) for part in self.registered.peers]
             second = [part[SLOT_BYTES : SLOT_BYTES + num_bytes].view(dtype) for part in self.registered.peers]
-            found = self._views[dtype, numel] = (first, second)
+            found = self._wholes[dtype, numel] = (first, second)
         return found
+
+    def shares(self, dtype: torch.dtype, numel: int) -> tuple[list[Parts], list[Parts]]:
+        """The same, cut: [slot][rank][share]."""
+        found = self._shares.get((dtype, numel))
+        if found is None:
+            if len(self._shares) > 64:
+                self._shares.clear()
+            sizes = share_sizes(numel, len(self.registered.peers))
+            first, second = self.wholes(dtype, numel)
+            found = ([list(p.split(sizes)) for p in first], [list(p.split(sizes)) for p in second])
+            self._shares[dtype, numel] = found
+        return found
+
+
+def share_sizes(numel: int, parts: int) -> list[int]:
+    return [stop - start for start, stop in bounds(numel, parts)]
 
 
 def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
     staging = group.staging
-    num_bytes = flat.numel() * flat.element_size()
-    if num_bytes * max(2, group.size) <= 2 * WHOLE_BYTES:
+    numel, size = flat.numel(), flat.element_size()
+    if numel * size * group.size <= WHOLE_BYTES:
         _whole(group, staging, flat, operation)
         return
-    step = SLOT_BYTES // flat.element_size()
-    for start in range(0, flat.numel(), step):
-        _shares(group, staging, flat[start : start + step], operation)
+    step = SLOT_BYTES // size
+    counts = [min(step, numel - start) for start in range(0, numel, step)]
+    cut = [length for count in counts for length in share_sizes(count, group.size)]
+    views = flat.split(cut)  # all at once: a view costs as much as reducing 32 KB
+    for index, count in enumerate(counts):
+        _shares(group, staging, count, views[index * group.size : (index + 1) * group.size], operation)
 
 
 def _whole(group: Group, staging: Staging, flat: torch.Tensor, operation: Operation) -> None:
     registered = staging.registered
     turn = registered.turn
     registered.turn = turn + 1
-    parts = staging.slots(flat.dtype, flat.numel())[turn & 1]
+    parts = staging.wholes(flat.dtype, flat.numel())[turn & 1]
     parts[group.rank].copy_(flat)
     group.meet(registered, 2 * turn + 1)
     operation.reduce(parts, flat)
 
 
-def _shares(group: Group, staging: Staging, chunk: torch.Tensor, operation: Operation) -> None:
-    registered = staging.registered
+def _shares(
+    group: Group, staging: Staging, count: int, chunk: Sequence[torch.Tensor], operation: Operation
+) -> None:
+    """`chunk` is the chunk's shares, in order of rank."""
+    registered, me = staging.registered, group.rank
     turn = registered.turn
     registered.turn = turn + 1
-    slots = staging.slots(chunk.dtype, chunk.numel())[turn & 1]
-    cut = bounds(chunk.numel(), group.size)
-    start, stop = cut[group.rank]
-    mine = slots[group.rank]
+    slots = staging.shares(chunk[0].dtype, count)[turn & 1]
+    mine = slots[me]
     # copy in what the others reduce
-    if start:
-        mine[:start].copy_(chunk[:start])
-    if stop < chunk.numel():
-        mine[stop:].copy_(chunk[stop:])
+    for peer in group.others:
+        mine[peer].copy_(chunk[peer])
     group.meet(registered, 2 * turn + 1)
     # reduce my share
-    share, own = mine[start:stop], chunk[start:stop]
-    operation.reduce([own if r == group.rank else slots[r][start:stop] for r in range(group.size)], share)
+    parts = [slot[me] for slot in slots]
+    parts[me] = chunk[me]
+    operation.reduce(parts, mine[me])
     registered.signal(2 * turn + 2)
-    own.copy_(share)
+    chunk[me].copy_(mine[me])
     # copy out what they reduced
     for peer in group.others:
         registered.await_signal(peer, 2 * turn + 2)
-        begin, end = cut[peer]
-        chunk[begin:end].copy_(slots[peer][begin:end])
+        chunk[peer].copy_(slots[peer][peer])
 
 
 @dataclasses.dataclass
@@ -115,11 +137,11 @@ class _Views:
 
     numel: int
     result: torch.Tensor
-    blocks: list[tuple[list[torch.Tensor], torch.Tensor]]
+    blocks: list[tuple[Parts, torch.Tensor]]
 
 
 def reduce_registered(group: Group, registered: Registered, operation: Operation, numel: int) -> torch.Tensor:
-    """Reduces the first `numel` elements of everybody's part; returns the result, a view of the common part."""
+    """Reduces the first `numel` elements of everybody's part, in place in each rank's own; returns them as the whole."""
     views = getattr(registered, "views", None)
     if views is None or views.numel != numel:
         views = registered.views = _cut(group, registered, numel)  # type: ignore[attr-defined]
@@ -134,11 +156,11 @@ def reduce_registered(group: Group, registered: Registered, operation: Operation
 
 
 def _cut(group: Group, registered: Registered, numel: int) -> _Views:
-    start, stop = bounds(numel, group.size)[group.rank]
+    start, stop = (min(numel, edge) for edge in registered.shares[group.rank])
     # Two parts are read once each, so one pass over them is best; with more, the running sum must stay in the cache.
     step = BLOCK_BYTES // registered.mine.element_size() if group.size > 2 else max(1, stop - start)
-    blocks = [
-        ([part[at : min(stop, at + step)] for part in registered.peers], registered.common[at : min(stop, at + step)])
-        for at in range(start, stop, step)
-    ]
-    return _Views(numel, registered.common[:numel], blocks)
+    blocks = []
+    for at in range(start, stop, step):
+        parts = [part[at : min(stop, at + step)] for part in registered.peers]
+        blocks.append((parts, parts[group.rank]))
+    return _Views(numel, registered.whole[:numel], blocks)

@@ -24,6 +24,7 @@ import abc
 import collections
 import dataclasses
 import logging
+import mmap
 import os
 import threading
 import time
@@ -143,8 +144,9 @@ class Patience:
 class Registered(abc.ABC):
     """Memory that every rank of the group sees, with one flag per rank.
 
-    `mine` is this rank's part, `peers[r]` rank r's (one's own included), `common` one more part for a result. A rank's
-    flag only grows. `signal(value, stamp)` raises mine after everything I wrote before is visible; `await_all(value)`
+    `mine` is this rank's part, `peers[r]` rank r's (one's own included). `whole` shows the parts' shares side by side, as
+    one contiguous tensor without a copy: its elements in `shares[r]` are those of rank r's part, so what each rank writes
+    into its own share of its own part is there for all to read. Shares are whole pages. A rank's flag only grows. `signal(value, stamp)` raises mine after everything I wrote before is visible; `await_all(value)`
     returns once every rank's flag has reached `value`. The memory belongs to one generation and is never used again.
 
     A collective takes one or more *turns* at the memory. Turn t raises the flag to 2t + 1, with the stamp, and, if it has
@@ -153,7 +155,8 @@ class Registered(abc.ABC):
 
     mine: torch.Tensor
     peers: list[torch.Tensor]
-    common: torch.Tensor
+    whole: torch.Tensor
+    shares: list[tuple[int, int]]
     turn: int = 0  # how many times this memory has been through a collective; the same on every rank
 
     @abc.abstractmethod
@@ -168,6 +171,19 @@ class Registered(abc.ABC):
     @abc.abstractmethod
     def stamp_of(self, peer: int, value: int) -> int:
         """The stamp that `peer` gave with flag `value`; kept until it gives the one two turns later."""
+
+
+def page_shares(num_bytes: int, parts: int) -> list[tuple[int, int]]:
+    """`num_bytes`, whole pages, dealt to the parts: (start, stop) in bytes, whole pages each."""
+    pages = num_bytes // mmap.PAGESIZE
+    edges = [(pages * part // parts) * mmap.PAGESIZE for part in range(parts + 1)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def element_shares(cut: list[tuple[int, int]], numel: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """The same shares counted in elements, as far as there are any."""
+    size = dtype.itemsize
+    return [(min(numel, start // size), min(numel, stop // size)) for start, stop in cut]
 
 
 class _Channel:

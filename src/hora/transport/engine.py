@@ -94,79 +94,78 @@ class EngineTransport(Transport):
             self.backend.abort()
 
     def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Handle:
-        return _Transfer(self, peer, channel, stamp, tensor, None, sends=True)
+        return _Send(self, peer, channel, stamp, tensor)
 
     def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Handle:
-        return _Transfer(self, peer, channel, stamp, tensor, land, sends=False)
+        return _Recv(self, peer, channel, stamp, tensor, land)
 
     def _idle(self, handle: Handle, rounds: int) -> None:
-        works = [pending.work for pending in self._pending(handle.channel) if isinstance(pending, _Transfer)]
-        if works and works[0] is not None:
-            works[0].rest(min(SLICE_S, 20e-6 * rounds))
+        for pending in self._pending(handle.channel):
+            if isinstance(pending, (_Send, _Recv)) and pending.works:
+                pending.works[-1].rest(min(SLICE_S, 20e-6 * rounds))
+                return
 
     def close(self) -> None:
         self.backend.close()
 
 
-class _Transfer(Handle):
-    """A message is two of the engine's: the stamp and the length, then the data. So it is checked as elsewhere."""
+class _Send(Handle):
+    """A message is two of the engine's: stamp, generation and length, then the data. So it is checked as elsewhere."""
 
-    __slots__ = ("body", "head", "land", "sends", "stage", "tensor", "wanted", "work")
+    __slots__ = ("parts", "works")
 
-    def __init__(
-        self,
-        transport: EngineTransport,
-        peer: int,
-        channel: int,
-        stamp: int,
-        tensor: torch.Tensor,
-        land: Land | None,
-        sends: bool,
-    ) -> None:
+    def __init__(self, transport: EngineTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor) -> None:
         super().__init__(transport, peer, channel)
-        self.sends = sends
-        self.tensor = tensor
-        self.land = land
-        signed = stamp - (1 << 64) if stamp >= 1 << 63 else stamp
-        self.wanted = torch.tensor([signed, transport.circle.generation, tensor.numel() * tensor.element_size()])
-        self.head = self.wanted.clone() if sends else torch.zeros_like(self.wanted)
-        self.body = tensor
-        self.stage = 0
-        self.work: Work | None = None
+        self.parts = [_head(transport, stamp, tensor), tensor] if tensor.numel() else [_head(transport, stamp, tensor)]
+        self.works: list[Work] | None = None
 
     def advance(self) -> bool:
-        moved = False
-        while not self.done:
-            if self.work is None:
-                self._start()
-                moved = True
-            assert self.work is not None
-            if not self.work.test():
-                return moved
-            self.work = None
-            self._next()
-            moved = True
-        return moved
-
-    def _start(self) -> None:
         transport = self.transport
         assert isinstance(transport, EngineTransport)
-        tensor = self.head if self.stage == 0 else self.body
-        call = transport.backend.send if self.sends else transport.backend.recv
-        self.work = call(self.peer, tensor, self.channel)
+        if self.works is None:
+            self.works = [transport.backend.send(self.peer, part, self.channel) for part in self.parts]
+        self.done = all(work.test() for work in self.works)
+        return self.done
 
-    def _next(self) -> None:
-        if self.stage == 0 and not self.sends and not torch.equal(self.head, self.wanted):
-            raise self.transport.watcher.differ(self.peer, self.channel)
-        if self.stage == 0 and self.tensor.numel():
-            self.stage = 1
-            if not self.sends and self.land is not torch.Tensor.copy_:
-                self.body = torch.empty_like(self.tensor)
-            return
-        if self.stage == 1 and self.body is not self.tensor:
-            assert self.land is not None
+
+class _Recv(Handle):
+    __slots__ = ("body", "head", "land", "tensor", "wanted", "works")
+
+    def __init__(
+        self, transport: EngineTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor, land: Land
+    ) -> None:
+        super().__init__(transport, peer, channel)
+        self.tensor = tensor
+        self.land = land
+        self.wanted = _head(transport, stamp, tensor)
+        self.head = torch.zeros_like(self.wanted)
+        self.body: torch.Tensor | None = None
+        self.works: list[Work] | None = None
+
+    def advance(self) -> bool:
+        transport = self.transport
+        assert isinstance(transport, EngineTransport)
+        if self.works is None:
+            self.works = [transport.backend.recv(self.peer, self.head, self.channel)]
+        if not self.works[0].test():
+            return False
+        if self.body is None:
+            if not torch.equal(self.head, self.wanted):
+                raise transport.watcher.differ(self.peer, self.channel)
+            self.body = self.tensor if self.land is torch.Tensor.copy_ else torch.empty_like(self.tensor)
+            if self.tensor.numel():
+                self.works = [transport.backend.recv(self.peer, self.body, self.channel)]
+                if not self.works[0].test():
+                    return True
+        if self.body is not self.tensor and self.tensor.numel():
             self.land(self.tensor, self.body)
         self.done = True
+        return True
+
+
+def _head(transport: EngineTransport, stamp: int, tensor: torch.Tensor) -> torch.Tensor:
+    signed = stamp - (1 << 64) if stamp >= 1 << 63 else stamp
+    return torch.tensor([signed, transport.circle.generation, tensor.numel() * tensor.element_size()])
 
 
 # -- torch.distributed -------------------------------------------------------------------------------------------------
@@ -183,7 +182,7 @@ class TorchBackend(Backend):
 
         self.name = name
         self._dist = dist
-        limit = datetime.timedelta(seconds=circle.timeout_s)
+        limit = datetime.timedelta(seconds=circle.timeout_s + 60)  # our own wait gives up first, and says more
         store = self._meet(circle, control, bind, limit)
         self._store = store
         prefixed = dist.PrefixStore(name, store)
@@ -197,8 +196,8 @@ class TorchBackend(Backend):
             options._threads = 2
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind)]
             self._group = dist.ProcessGroupGloo(prefixed, circle.rank, circle.size, options)
-        # Two threads: a send and a receive must be able to block at the same time.
-        self._threads = concurrent.futures.ThreadPoolExecutor(4 * circle.size + 2, "hora-engine")
+        # Enough for everything that may block at the same time: per channel and peer two sends and a receive.
+        self._threads = concurrent.futures.ThreadPoolExecutor(6 * circle.size + 2, "hora-engine")
 
     @staticmethod
     def _meet(circle: Circle, control: Control, bind: str, limit: datetime.timedelta) -> Any:
@@ -217,24 +216,25 @@ class TorchBackend(Backend):
         host, port_text = control.get(key).decode().split()
         return TCPStore(host, int(port_text), circle.size, False, limit, wait_for_workers=False)
 
-    def _begin(self, start: Any) -> Work:
-        return _Threaded(self._threads.submit(lambda: start().wait()))
+    def _watch(self, work: Any) -> Work:
+        """The call was made from the caller's thread, which keeps the order of messages; only its end is awaited apart."""
+        return _Threaded(self._threads.submit(work.wait))
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         if self.name == "gloo" and tensor.dtype is torch.bool:
             raise ValueError("Gloo reduces no bools; use uint8, or an algorithm of Hora's own such as 'ring'")
         options = self._dist.AllreduceOptions()
         options.reduceOp = getattr(self._dist.ReduceOp, TORCH_OPERATIONS[op])
+        work = self._group.allreduce([tensor], options)
         if tensor.is_cuda:
-            work = self._group.allreduce([tensor], options)  # from the caller's thread: NCCL follows its stream
             return _Threaded(self._threads.submit(lambda: (work.wait(), torch.cuda.current_stream().synchronize())))
-        return self._begin(lambda: self._group.allreduce([tensor], options))
+        return self._watch(work)
 
     def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
-        return self._begin(lambda: self._group.send([tensor], peer, tag))
+        return self._watch(self._group.send([tensor], peer, tag))
 
     def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
-        return self._begin(lambda: self._group.recv([tensor], peer, tag))
+        return self._watch(self._group.recv([tensor], peer, tag))
 
     def abort(self) -> None:
         with contextlib.suppress(Exception):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import collections
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .base import SLICE_S, Circle, Handle, Land, Patience, Registered, Transport
+from .arena import PAGE, Arena, round_up
+from .base import SLICE_S, Circle, Handle, Land, Patience, Registered, Transport, element_shares, page_shares
 
 
 class Lounge:
@@ -107,11 +109,24 @@ class _Recv(Handle):
 
 
 class _Parts:
+    """The memory itself; the threads see it through one arena, a world of one needs none."""
+
     def __init__(self, size: int, numel: int, dtype: torch.dtype) -> None:
-        self.peers = [torch.zeros(numel, dtype=dtype) for _ in range(size)]
-        self.common = torch.zeros(numel, dtype=dtype)
         self.flags = [0] * size
         self.stamps = [[0, 0] for _ in range(size)]
+        part = max(PAGE, round_up(numel * dtype.itemsize, PAGE))
+        cut = page_shares(part, size)
+        self.shares = element_shares(cut, numel, dtype)
+        if size == 1:
+            self.peers = [torch.zeros(numel, dtype=dtype)]
+            self.whole = self.peers[0]
+            return
+        descriptor = Arena.create(size * part)
+        woven = [(rank * part + start, stop - start) for rank, (start, stop) in enumerate(cut)]
+        arena = Arena(descriptor, size * part, woven)
+        os.close(descriptor)
+        self.peers = [arena.tensor(rank * part, numel, dtype) for rank in range(size)]
+        self.whole = arena.whole(numel, dtype)
 
 
 class MemoryRegistered(Registered):
@@ -120,7 +135,8 @@ class MemoryRegistered(Registered):
         self._parts = parts
         self.peers = parts.peers
         self.mine = parts.peers[transport.rank]
-        self.common = parts.common
+        self.whole = parts.whole
+        self.shares = parts.shares
 
     def signal(self, value: int, stamp: int | None = None) -> None:
         with self._transport.lounge.news:

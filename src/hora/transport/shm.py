@@ -2,7 +2,7 @@
 
 Two kinds of memory, both sealed against shrinking before anybody maps them, so that a read can never fault:
 
-- *registered* (`buffer`): one part per rank and a common one, plus a flag, two stamps and a sleep mark per rank;
+- *registered* (`buffer`): one part per rank, woven into the whole, plus a flag, two stamps and a sleep mark per rank;
 - *links*: for each ordered pair of ranks and each channel a queue of a few slots, through which `send` and `recv` pass.
 
 A waiter spins for a moment, then sleeps in the kernel (see futex.py). With more ranks than cores it does not spin: the
@@ -11,78 +11,37 @@ core is what the awaited peer needs. Sleeps are cut into slices, so an abort is 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import fcntl
-import mmap
 import os
 from collections.abc import Callable
 
 import torch
 
 from ..errors import HoraError, OutOfMemory
-from . import futex, limits
-from .base import NUM_CHANNELS, SLICE_S, Circle, Handle, Land, Patience, Registered, Transport
+from . import futex
+from .arena import PAGE, Arena, round_up
+from .base import (
+    NUM_CHANNELS,
+    SLICE_S,
+    Circle,
+    Handle,
+    Land,
+    Patience,
+    Registered,
+    Transport,
+    element_shares,
+    page_shares,
+)
 from .passing import Passing
 
 LINE = 128  # bytes: two cache lines, since processors fetch lines in pairs
-PAGE = 4096
 NUM_SLOTS = 2
 LINKS_BYTES = 16 << 20  # for all links of a group together, within these bounds per slot
 MIN_SLOT_BYTES, MAX_SLOT_BYTES = 32 << 10, 512 << 10
 SPINS = 4000  # about 0.2 ms
 POLITE_SPINS = 3  # with more ranks than cores: offer the core to the others this often, then sleep
-MADV_POPULATE_WRITE = 23
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SHRINK") else 0
 
 # `agree(key, word)` tells every rank's word to every rank: "" for fine, else what is wrong. It blocks.
 Agree = Callable[[str, str], list[str]]
-
-
-def _round_up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
-
-
-class Arena:
-    """One mapping of one memfd, as words for flags and as tensors for data."""
-
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size < num_bytes:
-            raise HoraError("the shared memory offered is too small or not sealed")
-        self.map = mmap.mmap(descriptor, num_bytes)
-        self.words = memoryview(self.map).cast("Q")
-        self.halves = memoryview(self.map).cast("I")
-        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-
-    @staticmethod
-    def create(num_bytes: int) -> int:
-        """A sealed memfd of that size. OutOfMemory if there is too little, or none is to be had."""
-        short = limits.shortage(num_bytes)
-        if short:
-            raise OutOfMemory(short)
-        try:
-            descriptor = os.memfd_create("hora", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except (OSError, AttributeError) as problem:
-            raise OutOfMemory(f"the kernel refused shared memory: {problem}") from None
-        try:
-            os.ftruncate(descriptor, num_bytes)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-        except OSError as problem:
-            os.close(descriptor)
-            raise OutOfMemory(f"the kernel refused {num_bytes >> 20} MiB of shared memory: {problem}") from None
-        return descriptor
-
-    def populate(self) -> None:
-        """Takes the pages now: a first touch costs six times a copy."""
-        with contextlib.suppress(OSError, ValueError):  # older kernels fault them in one by one
-            self.map.madvise(MADV_POPULATE_WRITE)
-
-    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
 
 
 class ShmTransport(Transport):
@@ -100,13 +59,13 @@ class ShmTransport(Transport):
         slot = LINKS_BYTES // max(1, pairs * NUM_CHANNELS * NUM_SLOTS)
         self.slot_bytes = max(MIN_SLOT_BYTES, min(MAX_SLOT_BYTES, slot // PAGE * PAGE))
         bells = NUM_CHANNELS * circle.size * LINE
-        self._link_bytes = _round_up(LINE + NUM_SLOTS * LINE, PAGE) + NUM_SLOTS * self.slot_bytes
-        self._links_offset = _round_up(bells, PAGE)
+        self._link_bytes = round_up(LINE + NUM_SLOTS * LINE, PAGE) + NUM_SLOTS * self.slot_bytes
+        self._links_offset = round_up(bells, PAGE)
         self._arena = self._map("links", self._links_offset + NUM_CHANNELS * pairs * self._link_bytes)
         self._rings = 0
         self._links: dict[tuple[int, int, int], _Link] = {}
 
-    def _map(self, name: str, num_bytes: int) -> Arena:
+    def _map(self, name: str, num_bytes: int, woven: list[tuple[int, int]] | None = None) -> Arena:
         """Collective: rank 0 makes the memory, the others fetch it; all succeed or all raise."""
         key = f"{self.circle.name}/{name}"
         arena, problem, descriptor = None, "", -1
@@ -120,7 +79,7 @@ class ShmTransport(Transport):
                 self._passing.offer(key, descriptor)
             else:
                 descriptor = self._passing.fetch(self._leader, key)
-            arena = Arena(descriptor, num_bytes)
+            arena = Arena(descriptor, num_bytes, woven)
         except (HoraError, OSError) as refusal:
             problem = str(refusal) or type(refusal).__name__
         words = self._agree(key, problem)
@@ -137,12 +96,19 @@ class ShmTransport(Transport):
     # -- registered memory -----------------------------------------------------------------------------------------
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Registered:
-        part = max(PAGE, _round_up(numel * dtype.itemsize, PAGE))
-        header = _round_up(self.size * LINE, PAGE)
-        arena = self._map(name, header + (self.size + 1) * part)
+        part = max(PAGE, round_up(numel * dtype.itemsize, PAGE))
+        header = round_up(self.size * LINE, PAGE)
+        starts = [header + rank * part for rank in range(self.size)]
+        cut = page_shares(part, self.size)
+        woven = [(starts[rank] + start, stop - start) for rank, (start, stop) in enumerate(cut)]
+        arena = self._map(name, header + self.size * part, woven)
         arena.populate()
-        offsets = [header + rank * part for rank in range(self.size + 1)]
-        return ShmRegistered(self, arena, [arena.tensor(offset, numel, dtype) for offset in offsets])
+        memory = ShmRegistered(self, arena)
+        memory.peers = [arena.tensor(start, numel, dtype) for start in starts]
+        memory.mine = memory.peers[self.rank]
+        memory.whole = arena.whole(numel, dtype)
+        memory.shares = element_shares(cut, numel, dtype)
+        return memory
 
     # -- links -----------------------------------------------------------------------------------------------------
 
@@ -196,7 +162,7 @@ class _Link:
         self._written = offset // 8
         self._read = offset // 8 + LINE // 16
         self._meta = [(offset + LINE + slot * LINE) // 8 for slot in range(NUM_SLOTS)]
-        start = offset + _round_up(LINE + NUM_SLOTS * LINE, PAGE)
+        start = offset + round_up(LINE + NUM_SLOTS * LINE, PAGE)
         self.slots = [
             arena.bytes[start + slot * transport.slot_bytes : start + (slot + 1) * transport.slot_bytes]
             for slot in range(NUM_SLOTS)
@@ -291,12 +257,9 @@ class _Recv(Handle):
 class ShmRegistered(Registered):
     """Per rank one line: the flag, two stamps (by parity of the turn) and, half a line on, the sleep mark."""
 
-    def __init__(self, transport: ShmTransport, arena: Arena, parts: list[torch.Tensor]) -> None:
+    def __init__(self, transport: ShmTransport, arena: Arena) -> None:
         self._transport = transport
         self._arena = arena
-        self.peers = parts[:-1]
-        self.common = parts[-1]
-        self.mine = parts[transport.rank]
         self._words = arena.words
         self._halves = arena.halves
         self._flag = [rank * (LINE // 8) for rank in range(transport.size)]
