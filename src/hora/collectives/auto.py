@@ -45,21 +45,21 @@ class Table:
 
 
 def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
-    from .base import ALGORITHMS
-
+    """For groups whose table must be measured: at the first call, by all ranks together."""
     table = group.auto_table
     if table is None:
-        table = group.auto_table = decide(group)
-    ALGORITHMS[table.choose(flat.numel() * flat.element_size())](group, flat, operation)
+        table = group.auto_table = measure(group)
+    CANDIDATES[table.choose(flat.numel() * flat.element_size())](group, flat, operation)
 
 
-def decide(group: Group) -> Table:
-    """Collective, inside a call of the group."""
-    if group.transport.shares_memory:
-        return Table(((0, "shared"),))
-    if group.deterministic or group.size == 1:
-        return Table(FIXED)
-    return measure(group)
+def known(group: Group) -> Table | None:
+    """The table, where it takes no measurement."""
+    if group.auto_table is None:
+        if group.transport.shares_memory:
+            group.auto_table = Table(((0, "shared"),))
+        elif group.deterministic or group.size == 1:
+            group.auto_table = Table(FIXED)
+    return group.auto_table
 
 
 def measure(group: Group) -> Table:

@@ -412,7 +412,8 @@ class Group(Watcher):
         if chosen not in ALGORITHMS:
             raise ValueError(f"unknown algorithm {algorithm!r}; there are: {', '.join(ALGORITHMS)}")
         operation = operation_for(op, tensor.dtype)
-        reduce = ALGORITHMS[chosen]
+        table = auto.known(self) if chosen == "auto" else None
+        reduce = ALGORITHMS[table.choose(tensor.numel() * tensor.element_size()) if table else chosen]
         if chosen == "shared":
             _ = self.staging  # refuses here, before any rank is under way
         in_place = self._in_place if chosen != "engine" else self._on_device

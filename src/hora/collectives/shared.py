@@ -47,6 +47,7 @@ class Staging:
         self.registered = registered
         self._wholes: dict[tuple[torch.dtype, int], tuple[Parts, Parts]] = {}
         self._shares: dict[tuple[torch.dtype, int], tuple[list[Parts], list[Parts]]] = {}
+        self._chunks: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
 
     @classmethod
     def open(cls, transport: Transport) -> Staging:
@@ -78,6 +79,19 @@ class Staging:
         return found
 
 
+    def chunks(self, numel: int, element_size: int) -> tuple[list[int], list[int]]:
+        """How a vector passes through the slots: the chunks' lengths, and those of all shares of all chunks."""
+        found = self._chunks.get((numel, element_size))
+        if found is None:
+            if len(self._chunks) > 64:
+                self._chunks.clear()
+            step = SLOT_BYTES // element_size
+            counts = [min(step, numel - start) for start in range(0, numel, step)]
+            cut = [length for count in counts for length in share_sizes(count, len(self.registered.peers))]
+            found = self._chunks[numel, element_size] = (counts, cut)
+        return found
+
+
 def share_sizes(numel: int, parts: int) -> list[int]:
     return [stop - start for start, stop in bounds(numel, parts)]
 
@@ -88,9 +102,7 @@ def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
     if numel * size * group.size <= WHOLE_BYTES:
         _whole(group, staging, flat, operation)
         return
-    step = SLOT_BYTES // size
-    counts = [min(step, numel - start) for start in range(0, numel, step)]
-    cut = [length for count in counts for length in share_sizes(count, group.size)]
+    counts, cut = staging.chunks(numel, size)
     views = flat.split(cut)  # all at once: a view costs as much as reducing 32 KB
     for index, count in enumerate(counts):
         _shares(group, staging, count, views[index * group.size : (index + 1) * group.size], operation)
