@@ -9,6 +9,7 @@ from typing import Any
 
 from hora.collectives import Group
 from hora.coordinator import LocalHub, Member
+from hora.errors import HoraError
 from hora.transport import Lounge
 from hora.world import World
 
@@ -54,11 +55,11 @@ class Run:
 
 
 def run(size: int, work: Callable[[Group], Any], transport: str = "memory", **options: Any) -> list[Any]:
-    """The results in order of rank; raises the first error of any rank."""
+    """The results in order of rank; raises what a rank raised, its own failure rather than a wait for one that failed."""
     done = Run(size, transport, **options).start(work).finish()
-    for error in done.errors:
-        if error is not None:
-            raise error
+    errors = [error for error in done.errors if error is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, HoraError)):
+        raise error
     return done.results
 
 

@@ -224,6 +224,20 @@ def test_the_whole_shows_every_ranks_share_of_its_own_part(sharing: str) -> None
 
 
 @SHARING
+def test_memory_is_claimed_once_all_have_released_it(sharing: str) -> None:
+    def work(group: Group) -> None:
+        memory = group.buffer("refilled", 3000, torch.float32)
+        for turn in range(200):
+            memory.claim()
+            memory.mine.fill_(turn + group.rank)
+            result = group.all_reduce_registered(memory)
+            assert bool((result == 3 * turn + 3).all())
+            memory.release()
+
+    run(3, work, sharing)
+
+
+@SHARING
 def test_two_buffers_do_not_disturb_each_other(sharing: str) -> None:
     def work(group: Group) -> None:
         one, two = group.buffer("one", 10, torch.float32), group.buffer("two", 10, torch.float32)
@@ -240,11 +254,11 @@ def test_a_stamp_is_kept_until_two_turns_later(sharing: str) -> None:
     def work(group: Group) -> None:
         memory = group.buffer("stamps", 1, torch.float32)
         for turn in range(6):
-            memory.signal(2 * turn + 1, 100 + turn)
-            memory.await_all(2 * turn + 1)
-            assert memory.stamp_of(1 - group.rank, 2 * turn + 1) == 100 + turn
-            memory.signal(2 * turn + 2)
-            memory.await_all(2 * turn + 2)
+            memory.signal(4 * turn + 1, 100 + turn)
+            memory.await_all(4 * turn + 1)
+            assert memory.stamp_of(1 - group.rank, 4 * turn + 1) == 100 + turn
+            memory.signal(4 * turn + 2)
+            memory.await_all(4 * turn + 2)
 
     run(2, work, sharing)
 

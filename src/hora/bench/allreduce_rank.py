@@ -15,6 +15,7 @@ import hora
 from hora.bench import peers
 from hora.collectives import Group
 from hora.job import Job
+from hora.transport import Registered
 
 BATCH_S = 1e-3  # calls are timed back to back until about this long, so that the clock does not show
 ALGORITHMS = ("ring", "tree", "halving", "star")
@@ -37,7 +38,7 @@ def candidates(job: Job) -> tuple[list[Candidate], Callable[[], None]]:
     assert tcp is not None
     found: list[Candidate] = []
     if group.transport.shares_memory:
-        found.append(Candidate("shared/registered", lambda memory: group.all_reduce_registered(memory), True))
+        found.append(Candidate("shared/registered", lambda memory: _registered(group, memory), True))
         found.append(Candidate("shared", lambda t: group.all_reduce(t, algorithm="shared")))
     found.append(Candidate("auto", lambda t: group.all_reduce(t)))
     for over in (group, tcp):
@@ -54,8 +55,18 @@ def candidates(job: Job) -> tuple[list[Candidate], Callable[[], None]]:
     return found, end
 
 
+def _registered(group: Group, memory: Registered) -> torch.Tensor:
+    """What a training step does: reduce, read the result in place, and have the memory free for the next values."""
+    memory.claim()
+    result = group.all_reduce_registered(memory)
+    memory.release()
+    return result
+
+
 def verify(group: Group, candidate: Candidate, data: Any, tensor: torch.Tensor, salt: int) -> None:
     """One untimed call on values of its own; wrong sums end the benchmark."""
+    if candidate.registered:
+        data.claim()
     tensor.fill_(group.rank + salt)
     result = candidate.call(data)
     where = result if candidate.registered else tensor
@@ -115,11 +126,11 @@ def core_distance_ns(group: Group, memory: Any, pings: int = 2000) -> float:
     for ping in range(pings):
         begin = time.perf_counter_ns()
         if group.rank == 0:
-            memory.signal(2 * (base + ping) + 1)
-            memory.await_signal(peer, 2 * (base + ping) + 1)
+            memory.signal(4 * (base + ping) + 1)
+            memory.await_signal(peer, 4 * (base + ping) + 1)
         else:
-            memory.await_signal(peer, 2 * (base + ping) + 1)
-            memory.signal(2 * (base + ping) + 1)
+            memory.await_signal(peer, 4 * (base + ping) + 1)
+            memory.signal(4 * (base + ping) + 1)
         laps.append(time.perf_counter_ns() - begin)
     return statistics.median(laps) / 2
 

@@ -26,7 +26,7 @@ import torch
 from ..coordinator import Control, Event
 from ..errors import HoraError, Mismatch, PeerLost
 from ..transport import Handle, Registered, Transport, Watcher
-from ..transport.base import COLLECTIVES, POINT_TO_POINT
+from ..transport.base import CAME, COLLECTIVES, POINT_TO_POINT
 from . import auto, engine, halving, moves, ring, shared, star, tree
 from .reduction import Operation, check_dtype, operation_for
 
@@ -320,8 +320,9 @@ class Group(Watcher):
     def all_reduce_registered(
         self, registered: Registered, op: str = "sum", numel: int | None = None, name: str | None = None
     ) -> torch.Tensor:
-        """Reduces everybody's `registered.mine`. The result is a view that all ranks share: read it, never write it; it
-        is valid until the next call on this memory."""
+        """Reduces everybody's `registered.mine`. The result is a view that all ranks share: read it, never write it.
+
+        It is valid until `registered.release()`; before writing `mine` again, `registered.claim()`."""
         count = registered.mine.numel() if numel is None else numel
         key = ("registered", op, registered.mine.dtype, count, name)
         plan = self._plans.get(key)
@@ -344,9 +345,9 @@ class Group(Watcher):
         """Receives a piece of the call under way; `land` reduces it into `flat` instead of replacing it."""
         return self.transport.recv(peer, flat, COLLECTIVES, self._stamp, land)
 
-    def meet(self, registered: Registered, value: int) -> None:
-        """Raises my flag to `value` with this call's stamp, waits for everybody's, and compares their stamps."""
-        stamp = self._stamp
+    def meet(self, registered: Registered, turn: int) -> None:
+        """Says that I have come to this turn, waits for everybody, and compares the stamps of their calls."""
+        stamp, value = self._stamp, 4 * turn + CAME
         registered.signal(value, stamp)
         registered.await_all(value)
         for peer in self.others:
@@ -364,6 +365,8 @@ class Group(Watcher):
 
     def engine(self, backend: str) -> Transport:
         """The engine's transport over the same ranks; made at first use, by all ranks in the same call."""
+        if self.transport.kind == "engine" and backend == "auto":
+            return self.transport
         found = self._engines.get(backend)
         if found is None:
             if self._companion is None:
@@ -464,7 +467,11 @@ class Group(Watcher):
         if tensor.is_contiguous() and tensor.is_cpu:
             return (tensor if tensor.dim() == 1 else tensor.view(-1)), None
         copy = tensor.to("cpu").contiguous()
-        return copy.view(-1), lambda: tensor.copy_(copy) and None
+
+        def bring_back() -> None:
+            tensor.copy_(copy)
+
+        return copy.view(-1), bring_back
 
     def _letter(self, source: int, target: int, tensor: torch.Tensor, name: str | None) -> int:
         """The stamp of the next point-to-point message from source to target."""

@@ -9,6 +9,9 @@ Each is a function over a Group; tensors are contiguous and on the CPU. What tra
     gather, scatter straight to and from the root
     all_to_all      n − 1 pairwise exchanges
     barrier         ⌈log2 n⌉ rounds of empty messages (dissemination), or one turn at shared memory
+
+Where data flows one way only (broadcast, reduce, gather, scatter) a rank could be done before it meets another that means
+something else. So these begin with a barrier: it carries the call's stamp past everybody.
 """
 
 from __future__ import annotations
@@ -29,11 +32,13 @@ MAX_DIMS = 14
 
 
 def broadcast(group: Group, flat: torch.Tensor, root: int) -> None:
+    barrier(group)
     tree.down(group, flat, root)
 
 
 def reduce(group: Group, flat: torch.Tensor, operation: Operation, root: int) -> None:
     """The root's `flat` becomes the result; the others' are left as they are."""
+    barrier(group)
     work = flat if group.rank == root or group.size == 1 else flat.clone()
     tree.up(group, work, operation, root)
     if group.rank == root:
@@ -59,6 +64,7 @@ def reduce_scatter(group: Group, tensor: torch.Tensor, operation: Operation) -> 
 
 
 def gather(group: Group, tensor: torch.Tensor, root: int) -> list[torch.Tensor] | None:
+    barrier(group)
     if group.rank != root:
         _give_whole(group, root, tensor)
         return None
@@ -66,6 +72,7 @@ def gather(group: Group, tensor: torch.Tensor, root: int) -> list[torch.Tensor] 
 
 
 def scatter(group: Group, parts: Sequence[torch.Tensor] | None, root: int) -> torch.Tensor:
+    barrier(group)
     if group.rank != root:
         return _take_whole(group, root)
     assert parts is not None
@@ -92,7 +99,7 @@ def barrier(group: Group) -> None:
         registered = group.staging.registered
         turn = registered.turn
         registered.turn = turn + 1
-        group.meet(registered, 2 * turn + 1)
+        group.meet(registered, turn)
         return
     nothing = torch.empty(0, dtype=torch.uint8)
     reach = 1

@@ -3,8 +3,8 @@
 Three shapes of the same idea, each a number of *turns* at registered memory (see Registered):
 
 - *registered* data (`reduce_registered`): raise the flag, wait for all; reduce my share of all parts into my own part; raise
-  the flag again, wait for all. The result is the memory's `whole`: one contiguous view, read-only by contract and valid
-  until the next call on that memory. Each rank writes its own part only.
+  the flag again, wait for all. The result is the memory's `whole`: one contiguous view, read-only by contract, valid until
+  it is released. Each rank writes its own part only.
 - ordinary tensors, large (`_shares`): the same per chunk, through a staging slot of each rank: copy in what the others
   reduce, reduce my share, copy out what they reduced.
 - ordinary tensors, small (`_whole`): copy in, raise the flag once, and everybody reduces everything: more reading, but one
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..transport import Registered, Transport
+from ..transport.base import REDUCED
 from .reduction import Operation
 from .schedule import bounds
 
@@ -114,7 +115,7 @@ def _whole(group: Group, staging: Staging, flat: torch.Tensor, operation: Operat
     registered.turn = turn + 1
     parts = staging.wholes(flat.dtype, flat.numel())[turn & 1]
     parts[group.rank].copy_(flat)
-    group.meet(registered, 2 * turn + 1)
+    group.meet(registered, turn)
     operation.reduce(parts, flat)
 
 
@@ -130,16 +131,16 @@ def _shares(
     # copy in what the others reduce
     for peer in group.others:
         mine[peer].copy_(chunk[peer])
-    group.meet(registered, 2 * turn + 1)
+    group.meet(registered, turn)
     # reduce my share
     parts = [slot[me] for slot in slots]
     parts[me] = chunk[me]
     operation.reduce(parts, mine[me])
-    registered.signal(2 * turn + 2)
+    registered.signal(4 * turn + REDUCED)
     chunk[me].copy_(mine[me])
     # copy out what they reduced
     for peer in group.others:
-        registered.await_signal(peer, 2 * turn + 2)
+        registered.await_signal(peer, 4 * turn + REDUCED)
         chunk[peer].copy_(slots[peer][peer])
 
 
@@ -159,11 +160,11 @@ def reduce_registered(group: Group, registered: Registered, operation: Operation
         views = registered.views = _cut(group, registered, numel)  # type: ignore[attr-defined]
     turn = registered.turn
     registered.turn = turn + 1
-    group.meet(registered, 2 * turn + 1)
+    group.meet(registered, turn)
     for parts, out in views.blocks:
         operation.reduce(parts, out)
-    registered.signal(2 * turn + 2)
-    registered.await_all(2 * turn + 2)
+    registered.signal(4 * turn + REDUCED)
+    registered.await_all(4 * turn + REDUCED)
     return views.result
 
 

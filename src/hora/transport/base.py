@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 COLLECTIVES, POINT_TO_POINT = 0, 1  # the channels that every transport opens
 NUM_CHANNELS = 2
+CAME, REDUCED, RELEASED = 1, 2, 3  # what a flag says about a turn at registered memory
 
 SLICE_S = 0.05  # a sleeping wait looks up this often for an abort
 NOTICE_S = 0.2  # after this long the group asks whether both sides mean the same operation
@@ -149,8 +150,9 @@ class Registered(abc.ABC):
     into its own share of its own part is there for all to read. Shares are whole pages. A rank's flag only grows. `signal(value, stamp)` raises mine after everything I wrote before is visible; `await_all(value)`
     returns once every rank's flag has reached `value`. The memory belongs to one generation and is never used again.
 
-    A collective takes one or more *turns* at the memory. Turn t raises the flag to 2t + 1, with the stamp, and, if it has
-    a second phase, to 2t + 2. A rank that finished turn t + 1 knows that all have finished turn t, since they raised 2t + 3.
+    A collective takes one or more *turns* at the memory. In turn t a rank's flag goes to 4t + `CAME`, with the stamp of its
+    call, then, if the turn has a second phase, to 4t + `REDUCED`, and to 4t + `RELEASED` when it no longer reads what the
+    others hold. A rank that has come to turn t + 1 has finished turn t, so nobody gets further than one turn ahead.
     """
 
     mine: torch.Tensor
@@ -167,6 +169,15 @@ class Registered(abc.ABC):
 
     @abc.abstractmethod
     def await_all(self, value: int) -> None: ...
+
+    def release(self) -> None:
+        """I no longer read the last turn's result: the others may overwrite their share of it. Does not block."""
+        self.signal(4 * self.turn - 4 + RELEASED)
+
+    def claim(self) -> None:
+        """Blocks until nobody reads the last turn's result any more: then `mine` is free to be written."""
+        if self.turn:
+            self.await_all(4 * self.turn - 4 + RELEASED)
 
     @abc.abstractmethod
     def stamp_of(self, peer: int, value: int) -> int:

@@ -183,7 +183,7 @@ class TorchBackend(Backend):
         self.name = name
         self._dist = dist
         limit = datetime.timedelta(seconds=circle.timeout_s + 60)  # our own wait gives up first, and says more
-        store = self._meet(circle, control, bind, limit)
+        store = self._meet(f"{circle.name}/engine-{name}", circle, control, bind, limit)
         self._store = store
         prefixed = dist.PrefixStore(name, store)
         if name == "nccl":
@@ -200,10 +200,9 @@ class TorchBackend(Backend):
         self._threads = concurrent.futures.ThreadPoolExecutor(6 * circle.size + 2, "hora-engine")
 
     @staticmethod
-    def _meet(circle: Circle, control: Control, bind: str, limit: datetime.timedelta) -> Any:
+    def _meet(key: str, circle: Circle, control: Control, bind: str, limit: datetime.timedelta) -> Any:
         from torch.distributed import TCPStore
 
-        key = f"{circle.name}/engine-store"
         if circle.rank == 0:
             family = socket.AF_INET6 if ":" in bind else socket.AF_INET
             listening = socket.create_server((bind, 0), family=family)

@@ -141,12 +141,12 @@ class MemoryRegistered(Registered):
     def signal(self, value: int, stamp: int | None = None) -> None:
         with self._transport.lounge.news:
             if stamp is not None:
-                self._parts.stamps[self._transport.rank][(value >> 1) & 1] = stamp
+                self._parts.stamps[self._transport.rank][(value >> 2) & 1] = stamp
             self._parts.flags[self._transport.rank] = value
             self._transport.lounge.news.notify_all()
 
     def stamp_of(self, peer: int, value: int) -> int:
-        return self._parts.stamps[peer][(value >> 1) & 1]
+        return self._parts.stamps[peer][(value >> 2) & 1]
 
     def await_signal(self, peer: int, value: int) -> None:
         patience = None

@@ -273,7 +273,7 @@ class ShmRegistered(Registered):
     def signal(self, value: int, stamp: int | None = None) -> None:
         words, me = self._words, self._me
         if stamp is not None:
-            words[me + 1 + ((value >> 1) & 1)] = stamp
+            words[me + 1 + ((value >> 2) & 1)] = stamp
         words[me] = value
         futex.lock.acquire()  # a fence, spelled out: this is the hottest path there is
         futex.lock.release()
@@ -284,7 +284,7 @@ class ShmRegistered(Registered):
                 return
 
     def stamp_of(self, peer: int, value: int) -> int:
-        return self._words[self._flag[peer] + 1 + ((value >> 1) & 1)]
+        return self._words[self._flag[peer] + 1 + ((value >> 2) & 1)]
 
     def await_signal(self, peer: int, value: int) -> None:
         if self._words[self._flag[peer]] < value:
