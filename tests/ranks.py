@@ -29,7 +29,9 @@ class Run:
         self._options = dict(options, transport=transport, timeout_s=timeout_s)
 
     def start(self, work: Callable[[Group], Any]) -> Run:
-        self._threads = [threading.Thread(target=self._rank, args=(rank, work), daemon=True) for rank in range(self.size)]
+        self._threads = [
+            threading.Thread(target=self._rank, args=(rank, work), daemon=True) for rank in range(self.size)
+        ]
         for thread in self._threads:
             thread.start()
         return self
@@ -55,7 +57,7 @@ class Run:
 
 
 def run(size: int, work: Callable[[Group], Any], transport: str = "memory", **options: Any) -> list[Any]:
-    """The results in order of rank; raises what a rank raised, its own failure rather than a wait for one that failed."""
+    """The results in order of rank; raises what a rank raised, rather a failure of its own than a lost peer."""
     done = Run(size, transport, **options).start(work).finish()
     errors = [error for error in done.errors if error is not None]
     for error in sorted(errors, key=lambda e: isinstance(e, HoraError)):

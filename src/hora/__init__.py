@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .collectives.base import Group
     from .calls import (
         all_gather,
         all_reduce,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         scatter,
         send,
     )
+    from .collectives.base import Group
     from .errors import HoraError, Mismatch, PeerLost, Timeout, Unauthorized
     from .job import Job, init
     from .strategies import Auto, Engine, Halving, Ring, Shared, Star, Tree
@@ -42,10 +42,9 @@ _HOMES = {
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "Auto", "Engine", "Group", "Halving", "HoraError", "Job", "Mismatch", "PeerLost", "Ring", "Shared", "Star", "Timeout",
-    "Tree", "Unauthorized", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "init",
-    "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send",
+__all__ = [ "Auto", "Engine", "Group", "Halving", "HoraError", "Job", "Mismatch", "PeerLost", "Ring", "Shared",
+"Star", "Timeout", "Tree", "Unauthorized", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
+"init", "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send",
 ]  # fmt: skip
 
 

@@ -86,9 +86,7 @@ def barrier(group: Group | None = None, name: str | None = None, wait: bool = Tr
     return _on(group).barrier(name, wait)
 
 
-def send(
-    tensor: torch.Tensor, to: int, group: Group | None = None, name: str | None = None, wait: bool = True
-) -> Any:
+def send(tensor: torch.Tensor, to: int, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
     return _on(group).send(tensor, to, name, wait)
 
 

@@ -49,7 +49,7 @@ class Job:
         self.strategy = strategy
         self.group: Group = world.group
         self.pid = os.getpid()
-        self._identity = identity
+        self.launcher = identity.launcher
         self._meeting = meeting
         self._world = world
         self._failed = False
@@ -93,14 +93,12 @@ class Job:
                 self._meeting.control.fail(reason)
 
 
-def init(
-    strategy: str | Strategy | None = None, *, transport: str = "auto", timeout_s: float | None = None
-) -> Job:
+def init(strategy: str | Strategy | None = None, *, transport: str = "auto", timeout_s: float | None = None) -> Job:
     """Joins the run; blocks until all ranks are there. Alone, without a launcher, it is a world of one.
 
     `strategy` is the script's default, as text ("ring") or as a dataclass (hora.Ring()); the command line's beats it.
-    `transport` is auto, shm, tcp or engine. `timeout_s` is how long a rank that is alive but slow is waited for. A second
-    call returns the same job.
+    `transport` is auto, shm, tcp or engine. `timeout_s` is how long a rank that is alive but slow is waited for. A
+    second call returns the same job.
     """
     global _current
     if _current is not None:
@@ -128,11 +126,14 @@ def init(
         algorithm=chosen.algorithm,
         backend=chosen.backend if isinstance(chosen, Engine) else "auto",
         deterministic=isinstance(chosen, Auto) and chosen.deterministic,
+        under_mpirun=identity.launcher == "mpirun",
     )
     job = _current = Job(identity, meeting, world, chosen)
     if identity.launcher != "alone":
         environment.take_rank()
         _report_failures(job)
+    if meeting.service is not None:
+        os.register_at_fork(after_in_child=meeting.service.forget)
     if isinstance(meeting.control, Client) and identity.launcher != "hora":
         meeting.control.on_lost = lambda reason: world.lose(0, f"the line to it broke: {reason}")
     atexit.register(job.close)
@@ -158,9 +159,7 @@ def _choose(strategy: str | Strategy | None, identity: Identity) -> Strategy:
         return given or Auto()
     chosen = strategies.parse(identity.strategy)
     if given is not None and given != chosen and identity.rank == 0:
-        log.warning(
-            "strategy: %s from the command line, not %s from the script", chosen.spell(), given.spell()
-        )
+        log.warning("strategy: %s from the command line, not %s from the script", chosen.spell(), given.spell())
     return chosen
 
 
@@ -172,9 +171,14 @@ def _report_failures(job: Job) -> None:
         if os.getpid() != job.pid or threading.current_thread() is not threading.main_thread():
             previous(kind, error, trace)
             return
-        if isinstance(error, PeerLost) and error.echo:
+        if isinstance(
+            error, PeerLost
+        ):  # whoever was lost is the cause, even one that left with an exit code of its own
             job._failed = True
-            print(f"stopped: {error}", file=sys.stderr, flush=True)
+            if error.echo:
+                print(f"stopped: {error}", file=sys.stderr, flush=True)
+            else:
+                previous(kind, error, trace)
             _exit(ECHO_EXIT)
         if not issubclass(kind, KeyboardInterrupt):
             job.fail(f"{kind.__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}".rstrip(": "))

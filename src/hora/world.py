@@ -40,8 +40,8 @@ class Place(msgspec.Struct):
 class World:
     """Collective: every rank of the run makes one with the same arguments.
 
-    `control` has joined already; `members` are in order of rank. `lounge` is where ranks that are threads of one process
-    meet; without it a world of one has its own.
+    `control` has joined already; `members` are in order of rank. `lounge` is where ranks that are threads of one
+    process meet; without it a world of one has its own.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class World:
         algorithm: str = "auto",
         backend: str = "auto",
         deterministic: bool = False,
+        under_mpirun: bool = False,
         lounge: Lounge | None = None,
     ) -> None:
         if transport not in TRANSPORTS:
@@ -73,6 +74,7 @@ class World:
         self.algorithm = algorithm
         self.backend = backend
         self.deterministic = deterministic
+        self.under_mpirun = under_mpirun
         self.stop_reason: str | None = None
         self._lounge = lounge or (Lounge() if self.size == 1 and transport == "auto" else None)
         self._groups: list[Group] = []
@@ -137,8 +139,11 @@ class World:
         if kind == "memory":
             raise ValueError("the memory transport joins threads of one process, not processes")
         if kind.startswith("engine"):
-            backend = kind.partition(":")[2] or "auto"
-            return open_engine(circle, self.control, self.backend if backend == "auto" else backend, self.bind)
+            wanted = kind.partition(":")[2] or "auto"
+            backend = self.backend if wanted == "auto" else wanted
+            if backend == "mpi" and not self.under_mpirun:  # MPI would abort the process rather than say so
+                raise ValueError("the engine 'mpi' needs ranks that mpirun started: mpirun -n N python script.py")
+            return open_engine(circle, self.control, backend, self.bind)
         if kind == "shm":
             if self._passing is None:
                 raise ValueError("shared memory between ranks needs Linux on x86-64; use the tcp transport")

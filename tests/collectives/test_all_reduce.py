@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import failures, run
 
 from hora.collectives import Group
+from ranks import failures, run
 
 OWN = ("star", "ring", "tree", "halving", "shared", "auto")
 
@@ -80,7 +80,9 @@ def test_all_algorithms_agree_over_every_transport(transport: str) -> None:
             for algorithm in algorithms:
                 tensor = part(group.rank, numel, torch.float32)
                 group.all_reduce(tensor, algorithm=algorithm)
-                assert torch.equal(tensor, expected("sum", [part(r, numel, torch.float32) for r in range(3)])), algorithm
+                assert torch.equal(tensor, expected("sum", [part(r, numel, torch.float32) for r in range(3)])), (
+                    algorithm
+                )
 
     run(3, work, transport)
 

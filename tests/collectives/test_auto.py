@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from ranks import run
 
 from hora.collectives import Group
 from hora.collectives.auto import FIXED, Table
+from ranks import run
 
 
 def test_ranks_that_share_memory_use_it_at_every_size() -> None:

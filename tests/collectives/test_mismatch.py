@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Run, failures
 
 from hora.collectives import Group
 from hora.errors import Mismatch, PeerLost
+from ranks import Run, failures
 
 Call = Callable[[Group], Any]
 

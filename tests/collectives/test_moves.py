@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import failures, run
 
 from hora.collectives import Group
+from ranks import failures, run
 
 
 def test_broadcast_gives_everybody_the_roots_tensor(transport: str) -> None:

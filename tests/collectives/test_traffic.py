@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run
 
 from hora.collectives import Group
 from hora.collectives.schedule import SCHEDULES, bounds, ceil_log2
+from ranks import run
 
 
 def traffic(size: int, algorithm: str, numel: int) -> list[tuple[list[int], list[int], int]]:
@@ -47,9 +47,7 @@ def test_what_is_sent_is_what_the_schedule_says(algorithm: str, size: int) -> No
             wanted_bytes[transfer.target] += 4 * (cut[transfer.stop - 1][1] - cut[transfer.start][0])
         assert messages == wanted_messages
         assert sent == wanted_bytes
-        assert added == sum(
-            cut[t.stop - 1][1] - cut[t.start][0] for t in schedule.receives(rank) if t.reduce
-        )
+        assert added == sum(cut[t.stop - 1][1] - cut[t.start][0] for t in schedule.receives(rank) if t.reduce)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 16])

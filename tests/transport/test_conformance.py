@@ -7,11 +7,11 @@ import time
 
 import pytest
 import torch
-from ranks import Run, failures, run
 
 from hora.collectives import Group
 from hora.errors import HoraError, PeerLost, Timeout
 from hora.transport.base import COLLECTIVES, POINT_TO_POINT
+from ranks import Run, failures, run
 
 
 def test_a_message_arrives_as_it_was_sent(transport: str) -> None:
@@ -191,7 +191,7 @@ def test_traffic_is_counted_per_peer(transport: str) -> None:
     assert results[1] == results[2] == ([0, 0, 0], [0, 0, 0])
 
 
-# -- registered memory ---------------------------------------------------------------------------------------------------
+# -- registered memory ------------------------------------------------------------------------------------------
 
 SHARING = pytest.mark.parametrize("sharing", ["memory", "shm"])
 

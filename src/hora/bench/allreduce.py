@@ -1,7 +1,7 @@
 """`hora bench allreduce`: every algorithm and transport against Gloo and MPI, in the same processes, interleaved.
 
-The ranks are started by mpirun where it is installed, since MPI can only be measured there; Hora and Gloo run in the very
-same processes. A measurement is a batch of calls back to back, timed by each rank; the slowest rank counts.
+The ranks are started by mpirun where it is installed, since MPI can only be measured there; Hora and Gloo run in the
+very same processes. A measurement is a batch of calls back to back, timed by each rank; the slowest rank counts.
 """
 
 from __future__ import annotations

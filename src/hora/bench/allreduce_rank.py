@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
@@ -24,7 +25,7 @@ ALGORITHMS = ("ring", "tree", "halving", "star")
 class Candidate:
     """Something that all-reduces. `call(tensor)` runs it and returns where the result is."""
 
-    def __init__(self, name: str, call: Callable[[torch.Tensor], Any], registered: bool = False) -> None:
+    def __init__(self, name: str, call: Callable[[Any], Any], registered: bool = False) -> None:
         self.name = name
         self.call = call
         self.registered = registered
@@ -44,13 +45,13 @@ def candidates(job: Job) -> tuple[list[Candidate], Callable[[], None]]:
     for over in (group, tcp):
         if over is tcp or group.transport.shares_memory:
             found += [
-                Candidate(f"{name}/{over.transport.kind}", lambda t, o=over, a=name: o.all_reduce(t, algorithm=a))
+                Candidate(f"{name}/{over.transport.kind}", functools.partial(over.all_reduce, algorithm=name))
                 for name in ALGORITHMS
             ]
     call, end = peers.gloo(job)
     found.append(Candidate("gloo", call))
-    mpi = peers.mpi()
-    if mpi is not None and job._identity.launcher == "mpirun":
+    mpi = peers.mpi() if job.launcher == "mpirun" else None
+    if mpi is not None:
         found.append(Candidate("mpi", mpi))
     return found, end
 
@@ -116,7 +117,7 @@ def measure(group: Group, those: list[Candidate], num_bytes: int, repeats: int) 
 
 
 def core_distance_ns(group: Group, memory: Any, pings: int = 2000) -> float:
-    """How long a flag takes from rank 0's core to rank 1's and back, halved, in this interpreter. 0 beyond two ranks."""
+    """How long a flag takes from rank 0's core to rank 1's and back, halved, in this interpreter; 0 elsewhere."""
     base = memory.turn
     memory.turn = base + 2 * pings
     if group.rank > 1:

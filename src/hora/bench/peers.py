@@ -24,13 +24,13 @@ def gloo(job: Job) -> tuple[Call, Callable[[], None]]:
     backend = TorchBackend(circle, job._meeting.control, "gloo", "127.0.0.1")
     group = backend._group
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.SUM
+    options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
     options.timeout = datetime.timedelta(seconds=600)
     return lambda tensor: group.allreduce([tensor], options).wait(), backend.close
 
 
 def mpi() -> Call | None:
-    """MPI's blocking all-reduce in place, if mpirun started us."""
+    """MPI's blocking all-reduce in place. Only for ranks that mpirun started: elsewhere MPI may abort the process."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):

@@ -1,9 +1,10 @@
 """Auto: rank 0 decides which algorithm a size gets, and tells the others.
 
-Where ranks share memory there is nothing to measure: `shared` moves the fewest bytes with the fewest meetings at every
-size, and it chooses its own shape by size. Elsewhere the candidates are measured at the first call, at a few sizes that
-grow until `BUDGET_S` is spent, by rank 0's clock alone: it says before each size whether the measurement goes on, so all
-ranks take part in the same number of calls. Beyond the largest size measured its winner goes on winning.
+Where ranks share memory there is nothing to measure: `shared` moves the fewest bytes with the fewest meetings at
+every size, and it chooses its own shape by size. Elsewhere the candidates are measured at the first call, at a few
+sizes that grow until `BUDGET_S` is spent, by rank 0's clock alone: it says before each size whether the measurement
+goes on, so all ranks take part in the same number of calls. Beyond the largest size measured its winner goes on
+winning.
 
 `deterministic` skips the clock: fixed thresholds, so that two runs take the same path.
 """
@@ -11,6 +12,7 @@ ranks take part in the same number of calls. Beyond the largest size measured it
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import time
 from typing import TYPE_CHECKING
@@ -37,6 +39,10 @@ class Table:
     rows: tuple[tuple[int, str], ...]
     measured: bool = False
 
+    def json(self) -> bytes:
+        rows = [{"up_to_bytes": limit or None, "algorithm": name} for limit, name in self.rows]
+        return json.dumps({"measured": self.measured, "rows": rows}).encode()
+
     def choose(self, num_bytes: int) -> str:
         for limit, name in self.rows[:-1]:
             if num_bytes <= limit:
@@ -48,7 +54,8 @@ def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
     """For groups whose table must be measured: at the first call, by all ranks together."""
     table = group.auto_table
     if table is None:
-        table = group.auto_table = measure(group)
+        table = measure(group)
+        group.adopt(table)
     CANDIDATES[table.choose(flat.numel() * flat.element_size())](group, flat, operation)
 
 
@@ -56,9 +63,9 @@ def known(group: Group) -> Table | None:
     """The table, where it takes no measurement."""
     if group.auto_table is None:
         if group.transport.shares_memory:
-            group.auto_table = Table(((0, "shared"),))
+            group.adopt(Table(((0, "shared"),)))
         elif group.deterministic or group.size == 1:
-            group.auto_table = Table(FIXED)
+            group.adopt(Table(FIXED))
     return group.auto_table
 
 

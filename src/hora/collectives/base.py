@@ -1,9 +1,9 @@
 """Group: the ranks that act together, and the collectives they call.
 
 Every rank of a group makes the same calls in the same order. Each call is numbered, and its fingerprint (number,
-operation, shape, dtype, name, group, generation) travels with every message of it; a rank that meets another fingerprint
-than its own raises `Mismatch` on all ranks, naming both sides. When two ranks wait for each other without a message
-between them, the coordinator's line carries the question after `NOTICE_S`, so that is found out as well.
+operation, shape, dtype, name, group, generation) travels with every message of it; a rank that meets another
+fingerprint than its own raises `Mismatch` on all ranks, naming both sides. When two ranks wait for each other without
+a message between them, the coordinator's line carries the question after `NOTICE_S`, so that is found out as well.
 
 Calls block, or with `wait=False` return a handle: then a thread of the group does the work while the caller computes.
 Blocking calls and handles keep their order. A group is for one thread at a time; use `new_group` for another.
@@ -11,6 +11,7 @@ Blocking calls and handles keep their order. A group is for one thread at a time
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -108,11 +109,11 @@ class Plan:
 
 
 class Group(Watcher):
-    """Ranks 0 to size − 1 over one transport. Made by the world or by `new_group`, by all its ranks together: where they
-    share memory the staging slots are taken here, and OutOfMemory is raised on all of them if that is refused.
+    """Ranks 0 to size − 1 over one transport. Made by the world or by `new_group`, by all its ranks together: where
+    they share memory the staging slots are taken here, and OutOfMemory is raised on all of them if that is refused.
 
-    `algorithm` is what "auto" stands for in `all_reduce`; `companion(kind)` makes a second transport over the same ranks
-    (the engine's) when a call needs it; `found(ranks, transport)` makes a new group out of some of them.
+    `algorithm` is what "auto" stands for in `all_reduce`; `companion(kind)` makes a second transport over the same
+    ranks (the engine's) when a call needs it; `found(ranks, transport)` makes a new group out of some of them.
     """
 
     def __init__(
@@ -255,7 +256,9 @@ class Group(Watcher):
             if splits is None:
                 splits = [math.ceil((parts.shape[0] - r) / self.size) for r in range(self.size)]
             if len(splits) != self.size or sum(splits) != parts.shape[0]:
-                raise ValueError(f"all_to_all: splits {list(splits)} do not cut {parts.shape[0]} rows for {self.size} ranks")
+                raise ValueError(
+                    f"all_to_all: splits {list(splits)} do not cut {parts.shape[0]} rows for {self.size} ranks"
+                )
             parts = list(parts.split(list(splits)))
         elif splits is not None:
             raise ValueError("all_to_all: splits cut a tensor; a list is cut already")
@@ -300,12 +303,13 @@ class Group(Watcher):
         if self._found is None:
             raise HoraError("this group cannot make others")
         found = self._found
-        plan = self._plan(
-            ("new_group", tuple(chosen), transport),
-            f"new_group of ranks {chosen} over {transport}",
-            lambda _: (moves.barrier(self), found(chosen, transport))[1],
-        )
-        return self._issue(plan, None, True)
+
+        def gather(_: None) -> Group | None:
+            moves.barrier(self)
+            return found(chosen, transport)
+
+        text = f"new_group of ranks {chosen} over {transport}"
+        return self._issue(self._plan(("new_group", tuple(chosen), transport), text, gather), None, True)
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Registered:
         """Registered memory of `numel` elements per rank: collective, and only where ranks share memory."""
@@ -359,7 +363,8 @@ class Group(Watcher):
         """The shared slots that ordinary tensors pass through."""
         if self._staging is None:
             raise ValueError(
-                f"'shared' needs ranks that share memory; this group runs over {self.transport.kind}: use 'ring' or 'auto'"
+                f"'shared' needs ranks that share memory; this group runs over {self.transport.kind}: "
+                "use 'ring' or 'auto'"
             )
         return self._staging
 
@@ -374,6 +379,13 @@ class Group(Watcher):
             found = self._engines[backend] = self._companion(f"engine:{backend}")
             found.watcher = self
         return found
+
+    def adopt(self, table: auto.Table) -> None:
+        """From now on "auto" follows this table; rank 0 leaves it with the coordinator, which keeps it with the run."""
+        self.auto_table = table
+        if self.rank == 0:
+            with contextlib.suppress(HoraError):
+                self._control.put(f"auto/{self.transport.circle.name}", table.json())
 
     def announce(self) -> None:
         """Tells the others this call's stamp over the coordinator's line: for engines, whose messages carry none."""
@@ -445,7 +457,9 @@ class Group(Watcher):
                 self.transport.background = False
                 self._outstanding -= 1
 
-    def _in_place(self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None], result: bool = True) -> torch.Tensor:
+    def _in_place(
+        self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None], result: bool = True
+    ) -> torch.Tensor:
         """Runs `work` on the tensor as a flat CPU vector and brings the result back."""
         flat, finish = self._flat(tensor)
         work(flat)
@@ -477,7 +491,9 @@ class Group(Watcher):
         """The stamp of the next point-to-point message from source to target."""
         number = self._letters[source, target] = self._letters.get((source, target), 0) + 1
         words = f"{_tensor_text(tensor)}" + (f" named {name!r}" if name is not None else "")
-        plan = self._plan(("letter", source, target, words, None), f"message from {source} to {target} of {words}", lambda _: None)
+        plan = self._plan(
+            ("letter", source, target, words, None), f"message from {source} to {target} of {words}", lambda _: None
+        )
         stamp = (plan.base + number * _SPREAD) & _MASK
         self._letter_texts[source, target, number] = (stamp, plan.text)
         self._letter_texts.pop((source, target, number - _KEPT), None)

@@ -6,13 +6,14 @@ Let p be the largest power of two ≤ n, e = n − p. Phases:
 
 - *fold in* (if e > 0): ranks 1, 3, … 2e − 1 hand their vector to the even neighbour below and sit out. The p others are
   renumbered 0 … p − 1 in order.
-- *halving*, round k: participant v exchanges with v XOR p/2^(k+1) one half of the range both still hold; the one with that
+- *halving*, round k: participant v exchanges with v XOR p/2^(k+1) one half of the range both still hold; the one with
+  that
   bit clear keeps the lower half. After it v owns chunk v of p.
 - *doubling*: the same rounds backwards, handing over what is owned.
 - *fold out* (if e > 0): the even neighbour hands the result back.
 
-Steps: 2⌈log2 n⌉. Sent by a participant: 2(p−1)/p of the data, plus one vector if it folds; by a folded rank: one vector.
-Half precision is rounded at every hop.
+Steps: 2⌈log2 n⌉. Sent by a participant: 2(p−1)/p of the data, plus one vector if it folds; by a folded rank: one
+vector. Half precision is rounded at every hop.
 """
 
 from __future__ import annotations

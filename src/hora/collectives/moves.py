@@ -10,8 +10,8 @@ Each is a function over a Group; tensors are contiguous and on the CPU. What tra
     all_to_all      n − 1 pairwise exchanges
     barrier         ⌈log2 n⌉ rounds of empty messages (dissemination), or one turn at shared memory
 
-Where data flows one way only (broadcast, reduce, gather, scatter) a rank could be done before it meets another that means
-something else. So these begin with a barrier: it carries the call's stamp past everybody.
+Where data flows one way only (broadcast, reduce, gather, scatter) a rank could be done before it meets another that
+means something else. So these begin with a barrier: it carries the call's stamp past everybody.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def scatter(group: Group, parts: Sequence[torch.Tensor] | None, root: int) -> to
 
 
 def all_to_all(group: Group, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    received = [part for part in parts]
+    received = list(parts)
     received[group.rank] = parts[group.rank].clone()
     for distance in range(1, group.size):
         target, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size

@@ -5,7 +5,8 @@
 
 The vector is cut into n chunks; all indices are mod n, i counts from 0 to n − 2 in each phase:
 
-- *scatter-reduce*, step i: rank j sends chunk j − i to j + 1 and reduces chunk j − i − 1 from j − 1. After it rank j owns
+- *scatter-reduce*, step i: rank j sends chunk j − i to j + 1 and reduces chunk j − i − 1 from j − 1. After it rank j
+  owns
   chunk j + 1, complete.
 - *all-gather*, step i: rank j sends chunk j + 1 − i and receives chunk j − i.
 

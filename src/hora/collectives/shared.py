@@ -2,17 +2,19 @@
 
 Three shapes of the same idea, each a number of *turns* at registered memory (see Registered):
 
-- *registered* data (`reduce_registered`): raise the flag, wait for all; reduce my share of all parts into my own part; raise
-  the flag again, wait for all. The result is the memory's `whole`: one contiguous view, read-only by contract, valid until
-  it is released. Each rank writes its own part only.
+- *registered* data (`reduce_registered`): raise the flag, wait for all; reduce my share of all parts into my own
+  part; raise the flag again, wait for all. The result is the memory's `whole`: one contiguous view, read-only by
+  contract, valid until it is released. Each rank writes its own part only.
 - ordinary tensors, large (`_shares`): the same per chunk, through a staging slot of each rank: copy in what the others
   reduce, reduce my share, copy out what they reduced.
-- ordinary tensors, small (`_whole`): copy in, raise the flag once, and everybody reduces everything: more reading, but one
+- ordinary tensors, small (`_whole`): copy in, raise the flag once, and everybody reduces everything: more reading,
+  but one
   meeting instead of two.
 
-Two slots are used in turn, across calls too. A slot is written again two turns later; by then its rank has finished the
-turn between, for which every peer had to raise its flag, and a peer does so only after it has read everything of the turn
-before. Read per rank: (n−1)/n of the data twice (staged), all parts' shares once (registered), n parts (small).
+Two slots are used in turn, across calls too. A slot is written again two turns later; by then its rank has finished
+the turn between, for which every peer had to raise its flag, and a peer does so only after it has read everything of
+the turn before. Read per rank: (n−1)/n of the data twice (staged), all parts' shares once (registered), n parts
+(small).
 
 The order of summation is that of the ranks in every element, so the bits are the same every time and with any cut into
 chunks. Half precision is summed in float32 and rounded once.
@@ -79,7 +81,6 @@ class Staging:
             self._shares[dtype, numel] = found
         return found
 
-
     def chunks(self, numel: int, element_size: int) -> tuple[list[int], list[int]]:
         """How a vector passes through the slots: the chunks' lengths, and those of all shares of all chunks."""
         found = self._chunks.get((numel, element_size))
@@ -119,9 +120,7 @@ def _whole(group: Group, staging: Staging, flat: torch.Tensor, operation: Operat
     operation.reduce(parts, flat)
 
 
-def _shares(
-    group: Group, staging: Staging, count: int, chunk: Sequence[torch.Tensor], operation: Operation
-) -> None:
+def _shares(group: Group, staging: Staging, count: int, chunk: Sequence[torch.Tensor], operation: Operation) -> None:
     """`chunk` is the chunk's shares, in order of rank."""
     registered, me = staging.registered, group.rank
     turn = registered.turn
@@ -154,7 +153,7 @@ class _Views:
 
 
 def reduce_registered(group: Group, registered: Registered, operation: Operation, numel: int) -> torch.Tensor:
-    """Reduces the first `numel` elements of everybody's part, in place in each rank's own; returns them as the whole."""
+    """Reduces the first `numel` elements of everybody's part, each rank its share in its own; returns the whole."""
     views = getattr(registered, "views", None)
     if views is None or views.numel != numel:
         views = registered.views = _cut(group, registered, numel)  # type: ignore[attr-defined]

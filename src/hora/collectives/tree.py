@@ -5,8 +5,8 @@
         └── 2
             └── 3
 
-Steps: 2⌈log2 n⌉ of the whole vector; a rank sends it once up and once to each child. For small messages, where the number
-of steps counts and the amount does not. Half precision is rounded at every hop.
+Steps: 2⌈log2 n⌉ of the whole vector; a rank sends it once up and once to each child. For small messages, where the
+number of steps counts and the amount does not. Half precision is rounded at every hop.
 """
 
 from __future__ import annotations

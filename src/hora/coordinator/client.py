@@ -19,11 +19,20 @@ log = logging.getLogger(__name__)
 PURPOSE = "control"
 
 
-def dial(address: tuple[str, int], token: bytes, purpose: str, timeout_s: float = 30.0) -> socket.socket:
-    """An authenticated connection to `address`, or an error that names it. Tries again while nobody listens yet."""
+def dial(
+    address: tuple[str, int],
+    token: bytes,
+    purpose: str,
+    timeout_s: float = 30.0,
+    check: Callable[[], None] | None = None,
+) -> socket.socket:
+    """An authenticated connection to `address`, or an error that names it. Tries again while nobody listens yet; before
+    each try `check` may raise, because whoever should listen there is gone."""
     deadline = time.monotonic() + timeout_s
     while True:
         sock = None
+        if check is not None:
+            check()
         try:
             sock = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

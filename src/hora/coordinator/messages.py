@@ -9,6 +9,7 @@ import msgspec
 PROTOCOL = 1
 MAX_FRAME_BYTES = 1 << 20
 MAX_VALUE_BYTES = 64 << 10
+MAX_NAME_CHARS = 1024  # of a key, a lease, a topic, a host: what is passed on must fit into a frame
 LENGTH = struct.Struct("<I")
 
 

@@ -73,10 +73,10 @@ class Service:
             self._deliver(self.coordinator.ended(role, rank))
         self._wake()
 
-    def value(self, key: str) -> bytes | None:
-        """What is stored under `key`, for the launcher's own use."""
+    def values(self, prefix: str) -> dict[str, bytes]:
+        """What members have put under keys that begin so, for the launcher's record of the run."""
         with self._order:
-            return self.coordinator._values.get(key)
+            return self.coordinator.values(prefix)
 
     def forget(self) -> None:
         """In a forked child: drops the inherited descriptors."""
@@ -97,8 +97,10 @@ class Service:
         self._wake()
         if self._thread.is_alive():
             self._thread.join(2.0)
-        for connection in self._connections.values():
-            connection.sock.close()
+        with self._order:
+            for connection in self._connections.values():
+                connection.sock.close()
+            self._connections.clear()
         self._selector.close()
         self._wake_read.close()
         self._wake_write.close()
@@ -110,6 +112,9 @@ class Service:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._order:
+            if self._closed:
+                sock.close()
+                return
             connection = _Connection(self._next, sock)
             self._next += 1
             self._connections[connection.number] = connection
@@ -130,7 +135,7 @@ class Service:
                         with contextlib.suppress(OSError):
                             self._wake_read.recv(4096)
                         continue
-                    if mask & selectors.EVENT_READ:
+                    if mask & selectors.EVENT_READ and key.data.number in self._connections:
                         self._read(key.data)
                     if mask & selectors.EVENT_WRITE and key.data.number in self._connections:
                         self._flush(key.data)
@@ -153,7 +158,7 @@ class Service:
             for body in connection.frames.feed(data):
                 request = decode_request(body)
                 self._deliver(self.coordinator.handle(connection.number, request, time.monotonic()))
-        except (ValueError, msgspec.MsgspecError) as problem:
+        except (ValueError, RecursionError, msgspec.MsgspecError) as problem:  # recursion: arrays nested without end
             self._drop(connection, f"sent nonsense: {problem}")
 
     def _deliver(self, out: Out) -> None:
@@ -180,8 +185,9 @@ class Service:
         self._selector.modify(connection.sock, events, connection)
 
     def _drop(self, connection: _Connection, why: str) -> None:
+        if self._connections.pop(connection.number, None) is None:
+            return  # what it was sent, or another thread, has ended it already
         log.debug("control connection %d: %s", connection.number, why)
-        del self._connections[connection.number]
         self._selector.unregister(connection.sock)
         connection.sock.close()
         self._deliver(self.coordinator.disconnected(connection.number, time.monotonic()))

@@ -9,8 +9,10 @@ Each call returns what is to be sent: a list of (connection, message). A connect
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from .messages import (
+    MAX_NAME_CHARS,
     MAX_VALUE_BYTES,
     PROTOCOL,
     AnyAnswer,
@@ -70,6 +72,9 @@ class Coordinator:
     def alive(self) -> list[Member]:
         return sorted((s.member for s in self._seats.values() if s.state == "alive"), key=lambda m: (m.role, m.rank))
 
+    def values(self, prefix: str) -> dict[str, bytes]:
+        return {key: value for key, value in self._values.items() if key.startswith(prefix)}
+
     def holder(self, name: str) -> Member | None:
         loan = self._loans.get(name)
         return self._seats[loan.holder].member if loan else None
@@ -81,6 +86,8 @@ class Coordinator:
         key = self._by_connection.get(connection)
         if key is None:
             return [(connection, Reply(id=request.id, error="join first"))]
+        if isinstance(request, Put | Get | Lease | Release | Tell) and len(_name(request)) > MAX_NAME_CHARS:
+            return self._answer(connection, request, error=f"a name may have {MAX_NAME_CHARS} characters at most")
         if isinstance(request, Leave):
             return self._depart(key, "left", "its script ended") + self._answer(connection, request)
         if isinstance(request, Fail):
@@ -97,15 +104,17 @@ class Coordinator:
                 del self._loans[request.name]
             return self._answer(connection, request)
         if isinstance(request, Tell):
-            return self._tell(key, request) + self._answer(connection, request)
+            return self._tell(connection, key, request)
         assert isinstance(request, Stop)
         return self._stop(key, request.reason) + self._answer(connection, request)
 
     def disconnected(self, connection: int, now: float) -> Out:
         """A connection broke. Its member is dead unless it had left; the cause may still come from elsewhere."""
         self._joining = [(c, i) for c, i in self._joining if c != connection]
-        for waiters in self._waiting.values():
+        for name, waiters in list(self._waiting.items()):
             waiters[:] = [(c, i) for c, i in waiters if c != connection]
+            if not waiters:
+                del self._waiting[name]
         key = self._by_connection.pop(connection, None)
         if key is not None:
             seat = self._seats[key]
@@ -149,6 +158,8 @@ class Coordinator:
             return [(connection, Reply(id=request.id, error=problem))]
         out: Out = []
         again = key in self._seats
+        if again:  # a process that was given up is fenced: what it still sends is not this member's
+            self._by_connection = {c: k for c, k in self._by_connection.items() if k != key}
         self._seats[key] = _Seat(member, connection)
         self._by_connection[connection] = key
         if self.generation:
@@ -165,6 +176,8 @@ class Coordinator:
 
     def _objection(self, connection: int, request: Join) -> str:
         member = request.member
+        if len(member.role) + len(member.host) > MAX_NAME_CHARS:
+            return f"the names of a member may have {MAX_NAME_CHARS} characters at most"
         if request.protocol != PROTOCOL:
             return f"{member} speaks protocol {request.protocol}, this run {PROTOCOL}: install one version of Hora"
         if connection in self._by_connection:
@@ -186,12 +199,15 @@ class Coordinator:
         return out
 
     def _depart(self, key: Key, state: str, reason: str) -> Out:
+        """The first word on a member's end counts, except that one which has left may still be found to have failed."""
         seat = self._seats[key]
-        if seat.state != "alive":
+        if seat.state == "died" or seat.state == state:
             return []
+        was_there = seat.state == "alive"
         seat.state = state
+        reason = reason[:MAX_VALUE_BYTES]
         self._loans = {name: loan for name, loan in self._loans.items() if loan.holder != key}
-        if self.generation:
+        if self.generation and was_there:
             self.generation += 1
         out = self._to_all(self._event(state, key=key, text=reason), but=seat.connection)
         if not self.generation:
@@ -216,28 +232,36 @@ class Coordinator:
         return []
 
     def _lease(self, connection: int, key: Key, request: Lease, now: float) -> Out:
+        if not 0 < request.seconds < math.inf:
+            return self._answer(connection, request, error=f"a lease has an end, after 0 s; not {request.seconds}")
+        seat = self._seats[key]
+        if seat.state != "alive":
+            return self._answer(connection, request, error=f"{seat.member} has {seat.state} and can hold no lease")
         loan = self._loans.get(request.name)
         if loan is None or loan.holder == key or now >= loan.until:
             self._loans[request.name] = _Loan(key, now + request.seconds)
             return [(connection, Reply(id=request.id, value=b"held"))]
         return [(connection, Reply(id=request.id, value=b""))]
 
-    def _tell(self, key: Key, request: Tell) -> Out:
+    def _tell(self, connection: int, key: Key, request: Tell) -> Out:
         if len(request.body) > MAX_VALUE_BYTES:
-            return []
+            return self._answer(connection, request, error=f"a word may have {MAX_VALUE_BYTES} bytes at most")
         event = self._event("told", key=key, topic=request.topic, body=request.body)
-        wanted = request.to or range(self.size)
-        return [
+        out: Out = [
             (seat.connection, event)
-            for other, seat in self._seats.items()
-            if seat.connection is not None and other != key and other[0] == key[0] and other[1] in wanted
+            for (role, rank), seat in self._seats.items()
+            if seat.connection is not None
+            and (role, rank) != key
+            and role == key[0]
+            and (not request.to or rank in request.to)
         ]
+        return out + self._answer(connection, request)
 
     def _stop(self, key: Key, reason: str) -> Out:
         if self.stop_reason is not None:
             return []
-        self.stop_reason = reason
-        return self._to_all(self._event("stop", key=key, text=reason))
+        self.stop_reason = reason[:MAX_VALUE_BYTES]
+        return self._to_all(self._event("stop", key=key, text=self.stop_reason))
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -254,3 +278,9 @@ class Coordinator:
             for seat in self._seats.values()
             if seat.connection is not None and seat.connection != but
         ]
+
+
+def _name(request: Put | Get | Lease | Release | Tell) -> str:
+    if isinstance(request, Tell):
+        return request.topic
+    return request.key if isinstance(request, Put | Get) else request.name

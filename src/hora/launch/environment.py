@@ -7,6 +7,7 @@ order, since the inner one knows better: Hora's own, torchrun, mpirun, a Slurm s
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 
@@ -44,8 +45,8 @@ def read(environ: Mapping[str, str] | None = None) -> Identity:
         if found is not None:
             if not 0 <= found.rank < found.size:
                 raise ValueError(f"{found.launcher} gave rank {found.rank} of {found.size}; ranks count from 0")
-            return found
-    return Identity(**_settings(env))
+            return _with_settings(found, env)
+    return _with_settings(Identity(), env)
 
 
 def owner_of_rank(environ: Mapping[str, str] | None = None) -> int | None:
@@ -73,7 +74,6 @@ def _hora(env: Mapping[str, str]) -> Identity | None:
         job=env.get("HORA_RUN", ""),
         address=env.get("HORA_CONTROL", ""),
         token_fd=_int(env, "HORA_TOKEN_FD") if "HORA_TOKEN_FD" in env else None,
-        **_settings(env),
     )
 
 
@@ -91,7 +91,6 @@ def _torchrun(env: Mapping[str, str]) -> Identity | None:
         local_size=_int(env, "LOCAL_WORLD_SIZE", size),
         job=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         address=f"{env['MASTER_ADDR']}:{_int(env, 'MASTER_PORT')}",
-        **_settings(env),
     )
 
 
@@ -106,7 +105,6 @@ def _mpirun(env: Mapping[str, str]) -> Identity | None:
         local_rank=_int(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
         local_size=_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size),
         job="mpi-" + env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", str(os.getppid()))),
-        **_settings(env),
     )
 
 
@@ -124,25 +122,31 @@ def _slurm(env: Mapping[str, str]) -> Identity | None:
         local_size=size if nodes == 1 else 0,
         job=f"slurm-{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}",
         address=env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "")),
-        **_settings(env),
     )
 
 
-def _settings(env: Mapping[str, str]) -> dict[str, object] | dict[str, object]:
-    """What a user may set beside any launcher."""
-    settings: dict[str, object] = {}
-    if "HORA_STRATEGY" in env:
-        settings["strategy"] = env["HORA_STRATEGY"]
-    if "HORA_TIMEOUT_S" in env:
-        try:
-            settings["timeout_s"] = float(env["HORA_TIMEOUT_S"])
-        except ValueError:
-            raise ValueError(f"HORA_TIMEOUT_S takes seconds, not {env['HORA_TIMEOUT_S']!r}") from None
-    if "HORA_BIND" in env:
-        settings["bind"] = env["HORA_BIND"]
-    if "HORA_TOKEN_FILE" in env:
-        settings["token_file"] = env["HORA_TOKEN_FILE"]
-    return settings
+def _with_settings(identity: Identity, env: Mapping[str, str]) -> Identity:
+    """Adds what a user may set beside any launcher."""
+    return dataclasses.replace(
+        identity,
+        strategy=env.get("HORA_STRATEGY"),
+        timeout_s=_seconds(env, "HORA_TIMEOUT_S"),
+        bind=env.get("HORA_BIND", identity.bind),
+        token_file=env.get("HORA_TOKEN_FILE", ""),
+    )
+
+
+def _seconds(env: Mapping[str, str], name: str) -> float | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} takes a number of seconds, not {text!r}")
+    return seconds
 
 
 def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -79,7 +79,14 @@ def run(config: RunConfig) -> int:
         record.open_control(run=run_id, address=service.address, token=token)
         launch = Launch(config, run_id, token, service, guardian, screen, wake)
         outcome = launch.supervise()
-        record.end({"code": outcome.code, "cause": outcome.cause, "seconds": round(time.monotonic() - started_at, 3)})
+        record.end(
+            {
+                "code": outcome.code,
+                "cause": outcome.cause,
+                "seconds": round(time.monotonic() - started_at, 3),
+                "auto": {key: value.decode(errors="replace") for key, value in service.values("auto/").items()},
+            }
+        )
         undo.close()
         if outcome.text:
             screen.say(outcome.text)

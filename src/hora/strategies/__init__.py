@@ -6,9 +6,7 @@ from . import base
 from .allreduce import Auto, Engine, Halving, Ring, Shared, Star, Tree
 from .base import Strategy
 
-KNOWN: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (Auto, Engine, Halving, Ring, Shared, Star, Tree)
-}
+KNOWN: dict[str, type[Strategy]] = {kind.name: kind for kind in (Auto, Engine, Halving, Ring, Shared, Star, Tree)}
 
 
 def parse(text: str) -> Strategy:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import abc
 import collections
 import dataclasses
+import itertools
 import logging
 import mmap
 import os
@@ -79,7 +80,7 @@ class Watcher:
         """A wait for these peers has lasted `NOTICE_S`. Must not block."""
 
     def differ(self, peer: int, channel: int) -> HoraError:
-        """The error to raise: a message of `peer` carries another stamp than ours. May wait a moment to ask the peer."""
+        """The error to raise: a message of `peer` carries another stamp than ours. May wait a moment to ask it."""
         return HoraError(f"rank {peer} sent a message of another operation")
 
 
@@ -112,18 +113,14 @@ class Patience:
         self._noticed = False
         self._next_word = SLOW_S
 
-    def check(self, missing: tuple[int, ...] | None = None) -> None:
+    def check(self) -> None:
         transport = self.transport
-        if missing is not None:
-            self.peers = missing
         transport.check()
         for peer in self.peers:
             if peer in transport.gone:
-                raise PeerLost(
-                    f"{transport.name_of(transport.rank)}: {transport.watcher.doing()} needs {transport.name_of(peer)}, "
-                    f"which has left the run: {transport.gone[peer]}. Do all ranks make the same calls?",
-                    (peer,),
-                )
+                me, doing, gone = transport.name_of(transport.rank), transport.watcher.doing(), transport.name_of(peer)
+                why = f"which has left the run: {transport.gone[peer]}. Do all ranks make the same calls?"
+                raise PeerLost(f"{me}: {doing} needs {gone}, {why}", (peer,))
         waited = time.monotonic() - self.started
         if waited >= NOTICE_S and not self._noticed:
             self._noticed = True
@@ -145,14 +142,16 @@ class Patience:
 class Registered(abc.ABC):
     """Memory that every rank of the group sees, with one flag per rank.
 
-    `mine` is this rank's part, `peers[r]` rank r's (one's own included). `whole` shows the parts' shares side by side, as
-    one contiguous tensor without a copy: its elements in `shares[r]` are those of rank r's part, so what each rank writes
-    into its own share of its own part is there for all to read. Shares are whole pages. A rank's flag only grows. `signal(value, stamp)` raises mine after everything I wrote before is visible; `await_all(value)`
+    `mine` is this rank's part, `peers[r]` rank r's (one's own included). `whole` shows the parts' shares side by
+    side, as one contiguous tensor without a copy: its elements in `shares[r]` are those of rank r's part, so what
+    each rank writes into its own share of its own part is there for all to read. Shares are whole pages. A rank's
+    flag only grows. `signal(value, stamp)` raises mine after everything I wrote before is visible; `await_all(value)`
     returns once every rank's flag has reached `value`. The memory belongs to one generation and is never used again.
 
-    A collective takes one or more *turns* at the memory. In turn t a rank's flag goes to 4t + `CAME`, with the stamp of its
-    call, then, if the turn has a second phase, to 4t + `REDUCED`, and to 4t + `RELEASED` when it no longer reads what the
-    others hold. A rank that has come to turn t + 1 has finished turn t, so nobody gets further than one turn ahead.
+    A collective takes one or more *turns* at the memory. In turn t a rank's flag goes to 4t + `CAME`, with the stamp
+    of its call, then, if the turn has a second phase, to 4t + `REDUCED`, and to 4t + `RELEASED` when it no longer
+    reads what the others hold. A rank that has come to turn t + 1 has finished turn t, so nobody gets further than
+    one turn ahead.
     """
 
     mine: torch.Tensor
@@ -188,7 +187,7 @@ def page_shares(num_bytes: int, parts: int) -> list[tuple[int, int]]:
     """`num_bytes`, whole pages, dealt to the parts: (start, stop) in bytes, whole pages each."""
     pages = num_bytes // mmap.PAGESIZE
     edges = [(pages * part // parts) * mmap.PAGESIZE for part in range(parts + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def element_shares(cut: list[tuple[int, int]], numel: int, dtype: torch.dtype) -> list[tuple[int, int]]:

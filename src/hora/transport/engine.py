@@ -26,8 +26,8 @@ from .tcp import memory_of
 
 log = logging.getLogger(__name__)
 
-TORCH_OPERATIONS = {
-    "sum": "SUM", "mean": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "and": "BAND", "or": "BOR", "xor": "BXOR",
+TORCH_OPERATIONS = { "sum": "SUM", "mean": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "and": "BAND", "or":
+"BOR", "xor": "BXOR",
 }  # fmt: skip
 MPI_OPERATIONS = {
     "sum": "SUM", "mean": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "and": "BAND", "or": "BOR", "xor": "BXOR",
@@ -191,7 +191,7 @@ class TorchBackend(Backend):
             options._timeout = limit
             self._group: Any = dist.ProcessGroupNCCL(prefixed, circle.rank, circle.size, options)
         else:
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = limit
             options._threads = 2
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind)]
@@ -216,7 +216,7 @@ class TorchBackend(Backend):
         return TCPStore(host, int(port_text), circle.size, False, limit, wait_for_workers=False)
 
     def _watch(self, work: Any) -> Work:
-        """The call was made from the caller's thread, which keeps the order of messages; only its end is awaited apart."""
+        """The call was made on the caller's thread, which keeps the order of messages; its end is awaited apart."""
         return _Threaded(self._threads.submit(work.wait))
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
@@ -226,8 +226,14 @@ class TorchBackend(Backend):
         options.reduceOp = getattr(self._dist.ReduceOp, TORCH_OPERATIONS[op])
         work = self._group.allreduce([tensor], options)
         if tensor.is_cuda:
-            return _Threaded(self._threads.submit(lambda: (work.wait(), torch.cuda.current_stream().synchronize())))
+            return _Threaded(self._threads.submit(self._synchronize, work))
         return self._watch(work)
+
+    @staticmethod
+    def _synchronize(work: Any) -> None:
+        """NCCL's wait only orders streams; ours means that the result is there."""
+        work.wait()
+        torch.cuda.current_stream().synchronize()
 
     def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
         return self._watch(self._group.send([tensor], peer, tag))

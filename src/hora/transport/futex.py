@@ -37,7 +37,7 @@ lock = threading.Lock()
 
 
 def wait(address: int, seen: int, timeout_s: float) -> None:
-    """Sleeps until somebody wakes the word at `address`, unless it no longer holds `seen`; `timeout_s` at most (< 1)."""
+    """Sleeps until somebody wakes the word at `address`, unless it no longer holds `seen`; at most `timeout_s` < 1."""
     limit = _Timespec(0, int(timeout_s * 1e9))
     _syscall(SYS_FUTEX, address, WAIT, seen & 0xFFFFFFFF, ctypes.addressof(limit), None, 0)
 

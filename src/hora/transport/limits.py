@@ -35,21 +35,32 @@ def _mem_available(root: pathlib.Path) -> int:
 def _cgroup_left(root: pathlib.Path) -> list[int]:
     """What every memory cgroup above us still allows: version 2 (one tree) or version 1 (a tree of its own)."""
     left = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
             if number == "0" and not controllers:
-                base, limit, usage = root / "sys/fs/cgroup", "memory.max", "memory.current"
+                base, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
             elif "memory" in controllers.split(","):
-                base, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+                base, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+                usage, cache = "memory.usage_in_bytes", "total_inactive_file"
             else:
                 continue
             folder = base / path.lstrip("/")
             while True:
                 with contextlib.suppress(OSError, ValueError):
                     allowed = int((folder / limit).read_text())  # "max" is no number: no limit here
-                    left.append(max(0, allowed - int((folder / usage).read_text())))
+                    used = int((folder / usage).read_text()) - _reclaimable(folder, cache)
+                    left.append(max(0, allowed - max(0, used)))
                 if folder == base or base not in folder.parents:
                     break
                 folder = folder.parent
     return left
+
+
+def _reclaimable(folder: pathlib.Path, field: str) -> int:
+    """Files read long ago count as usage, but the kernel drops them before it refuses anybody memory."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "memory.stat").read_text().splitlines():
+            if line.startswith(f"{field} "):
+                return int(line.split()[1])
+    return 0

@@ -32,6 +32,7 @@ class Passing:
         sock.listen(64)
         self._offers: dict[str, int | str] = {}
         self._news = threading.Condition()
+        self._closed = False
         self._listener = handshake.Listener(sock, token, PURPOSE, self._serve)
 
     def offer(self, key: str, descriptor: int) -> None:
@@ -61,6 +62,7 @@ class Passing:
             sock.sendall(bytes([len(name)]) + name)
             answer, descriptors, _, _ = socket.recv_fds(sock, 512, 1)
             if answer[:1] == GRANTED and descriptors:
+                os.set_inheritable(descriptors[0], False)  # the kernel hands it over open to every program we start
                 return descriptors[0]
             raise HoraError(answer[1:].decode(errors="replace") or "the other rank closed its window")
 
@@ -86,7 +88,7 @@ class Passing:
             deadline = time.monotonic() + 60.0
             with self._news:
                 while key not in self._offers:
-                    if not self._news.wait(max(0.0, deadline - time.monotonic())):
+                    if self._closed or not self._news.wait(max(0.0, deadline - time.monotonic())):
                         return
                 offer = self._offers[key]
                 sock.settimeout(10.0)
@@ -99,5 +101,8 @@ class Passing:
         self._listener.forget()
 
     def close(self) -> None:
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
         with contextlib.suppress(OSError):
             self._listener.close()

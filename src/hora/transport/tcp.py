@@ -29,7 +29,7 @@ import torch
 from .. import handshake
 from ..coordinator.client import dial
 from ..errors import HoraError, PeerLost
-from .base import SLICE_S, Circle, Handle, Land, Patience, Transport
+from .base import NUM_CHANNELS, SLICE_S, Circle, Handle, Land, Patience, Transport
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class Port:
         self._groups: dict[tuple[int, int], TcpTransport] = {}
         self._parked: dict[tuple[int, int], list[tuple[socket.socket, int, int]]] = {}
         self._oldest = 0
+        self._closed = False
         self._order = threading.Lock()
         self._listener = handshake.Listener(sock, token, PURPOSE, self._welcome)
 
@@ -82,7 +83,11 @@ class Port:
             self._oldest = max(self._oldest, transport.circle.generation)
             early = self._parked.pop(key, [])
         for sock, rank, channel in early:
-            transport.adopt(sock, rank, channel)
+            try:
+                transport.adopt(sock, rank, channel)
+            except (HoraError, OSError) as problem:
+                log.info("connection dropped: %s", problem)
+                sock.close()
 
     def detach(self, transport: TcpTransport) -> None:
         with self._order:
@@ -92,6 +97,8 @@ class Port:
         data = handshake.recv_exactly(sock, INTRODUCTION.size, time.monotonic() + handshake.PATIENCE_S)
         generation, group, rank, channel = INTRODUCTION.unpack(data)
         with self._order:
+            if self._closed:
+                raise HoraError(f"rank {rank} came after this port was closed")
             if generation < self._oldest:
                 raise HoraError(f"rank {rank} speaks for generation {generation}; this is {self._oldest}")
             transport = self._groups.get((generation, group))
@@ -108,6 +115,7 @@ class Port:
     def close(self) -> None:
         self._listener.close()
         with self._order:
+            self._closed = True
             for early in self._parked.values():
                 for sock, _, _ in early:
                     sock.close()
@@ -132,7 +140,8 @@ class TcpTransport(Transport):
         key = (peer, channel)
         sock = self._out.get(key)
         if sock is None:
-            sock = dial(self._address_of(peer), self._port.token, PURPOSE)
+            lost = Patience(self, (peer,)).check
+            sock = dial(self._address_of(peer), self._port.token, PURPOSE, check=lost)
             tune(sock)
             sock.sendall(INTRODUCTION.pack(self.circle.generation, self.circle.group, self.rank, channel))
             sock.setblocking(False)
@@ -145,7 +154,9 @@ class TcpTransport(Transport):
     def adopt(self, sock: socket.socket, rank: int, channel: int) -> None:
         """Takes a connection that `rank` opened; called on the port's threads."""
         with self._news:
-            if not 0 <= rank < self.size or (rank, channel) in self._in:
+            if not (0 <= rank < self.size and rank != self.rank and 0 <= channel < NUM_CHANNELS):
+                raise HoraError(f"a connection claims to come from rank {rank}, channel {channel}: there is none")
+            if (rank, channel) in self._in:
                 raise HoraError(f"a second connection claims to come from rank {rank}, channel {channel}")
             tune(sock)
             sock.setblocking(False)

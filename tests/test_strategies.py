@@ -1,0 +1,43 @@
+"""One word chooses the architecture; a misspelt one is answered with what exists."""
+
+from __future__ import annotations
+
+import pytest
+
+import hora
+from hora import strategies
+
+
+@pytest.mark.parametrize("text", ["ring", "auto", "auto:deterministic=true", "engine:backend=gloo", "shared"])
+def test_a_strategy_is_spelt_as_it_was_read(text: str) -> None:
+    assert strategies.parse(text).spell() == text
+
+
+def test_every_known_strategy_parses_by_its_name_and_is_public() -> None:
+    for name, kind in strategies.KNOWN.items():
+        assert strategies.parse(name) == kind()
+        assert getattr(hora, kind.__name__) is kind
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rnig", "unknown strategy 'rnig'; there are: auto, engine, halving, ring, shared, star, tree"),
+        ("", "unknown strategy ''"),
+        ("ring:chunks=3", "strategy 'ring' has no option 'chunks'; it has no options"),
+        ("auto:determinstic=true", "has no option 'determinstic'; its options are: deterministic"),
+        ("auto:deterministic=maybe", "takes true or false, not 'maybe'"),
+        ("auto:deterministic", "needs a value"),
+        ("auto:deterministic=true,deterministic=false", "is given twice"),
+        ("engine:backend=carrier-pigeon", "there are: auto, gloo, nccl, mpi"),
+    ],
+)
+def test_a_bad_strategy_is_refused_saying_what_exists(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match="strategy|backend") as caught:
+        strategies.parse(text)
+    assert said in str(caught.value)
+
+
+def test_a_strategy_cannot_be_changed_once_made() -> None:
+    with pytest.raises(AttributeError):
+        hora.Auto().deterministic = True  # type: ignore[misc]
