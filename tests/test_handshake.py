@@ -246,6 +246,7 @@ def test_dial_waits_for_one_who_does_not_listen_yet() -> None:
     found: list[Server] = []
     threading.Timer(0.2, lambda: found.append(Server(port=port))).start()
     dial(("127.0.0.1", port), TOKEN, "test", 10.0).close()
+    assert _eventually(lambda: bool(found))
     found[0].close()
 
 

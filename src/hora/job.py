@@ -113,7 +113,7 @@ def init(strategy: str | Strategy | None = None, *, transport: str = "auto", tim
     limit = timeout_s or identity.timeout_s or TIMEOUT_S
     meeting = meet(identity)
     member = Member(identity.role, identity.rank, socket.gethostname(), os.getpid())
-    reply = meeting.control.join(member, f"torch {torch.__version__}", limit)
+    reply = meeting.control.join(member, f"torch {torch.__version__}", limit, identity.size)
     world = World(
         meeting.control,
         tuple(m for m in reply.members if m.role == "worker"),

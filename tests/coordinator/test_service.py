@@ -107,7 +107,7 @@ def test_members_meet_share_values_and_lend_names(serve: Callable[[int], Service
     with pytest.raises(Timeout, match="'k'"):
         zero.client.get("k", timeout_s=0.05)
     one.client.put("k", b"value")
-    assert zero.client.get("k") == b"value" and service.value("k") == b"value"
+    assert zero.client.get("k") == b"value" and service.values("k") == {"k": b"value"}
     assert zero.client.lease("name", 60.0) and not one.client.lease("name", 60.0)
     zero.client.release("name")
     assert one.client.lease("name", 60.0)
@@ -157,6 +157,20 @@ def test_a_reported_death_reaches_the_others_before_the_connection_breaks(serve:
     one.client.close()
     zero.client.put("k", b"")
     assert [event.text for event in zero.heard if event.kind == "died"] == ["killed by SIGKILL"]
+
+
+def test_a_death_before_anybody_listens_is_heard_by_the_first_who_does(serve: Callable[[int], Service]) -> None:
+    service = serve(2)
+    joined = raw(service, Member("worker", 1, "test", 1))
+    client = Client(service.address, TOKEN, 10.0)
+    client.join(Member("worker", 0, "test", os.getpid()), timeout_s=10.0)
+    service.report_death(1, "killed")
+    client.put("k", b"")  # its answer comes after the event
+    heard: list[tuple[str, str]] = []
+    client.listen(lambda event: heard.append((event.kind, event.text)))
+    assert heard == [("formed", ""), ("died", "killed")]
+    client.close()
+    joined.close()
 
 
 def test_a_reported_end_is_told_as_left_and_a_bad_end_after_it_as_died(serve: Callable[[int], Service]) -> None:

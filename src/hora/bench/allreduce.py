@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 
+from ..transport.base import num_cores
 from . import peers, table
 
 OURS = ["shared/registered", "auto"]
@@ -60,7 +61,7 @@ def _command(ranks: int, arguments: list[str], mpi: bool) -> list[str]:
     if not mpi:
         return [sys.executable, "-m", "hora.launch.cli", "run", "-n", str(ranks), *arguments]
     # Unbound, as the other launchers leave their ranks: where a rank may run must not differ between the compared.
-    crowd = ["--oversubscribe"] if ranks > len(os.sched_getaffinity(0)) else []
+    crowd = ["--oversubscribe"] if ranks > num_cores() else []
     return ["mpirun", "-n", str(ranks), "--bind-to", "none", *crowd, sys.executable, *arguments]
 
 

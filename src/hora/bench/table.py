@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import platform
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from ..transport.base import num_cores
 
 Row = dict[str, Any]
 
@@ -122,5 +123,5 @@ def machine_text() -> str:
     from importlib.metadata import version
 
     return (
-        f"{model}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, torch {version('torch')}"
+        f"{model}, {num_cores()} cores, Python {platform.python_version()}, torch {version('torch')}"
     )

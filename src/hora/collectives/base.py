@@ -134,6 +134,7 @@ class Group(Watcher):
         self.algorithm = algorithm
         self.deterministic = deterministic
         self.auto_table: auto.Table | None = None
+        self.own_gpus: bool | None = None  # whether each rank has a GPU of its own, once it was asked
         self._control = control
         self._companion = companion
         self._found = found

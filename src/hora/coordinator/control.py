@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import abc
+import collections
 import logging
 import threading
 import time
 from collections.abc import Callable
 
 from ..errors import HoraError, Timeout
-from .messages import AnyRequest, Event, Fail, Get, Join, Lease, Leave, Member, Put, Release, Reply, Stop, Tell
+from .messages import AnyRequest, Event, Fail, Get, Join, Lease, Leave, Member, Put, Release, Reply, Roll, Stop, Tell
 
 log = logging.getLogger(__name__)
 
 ANSWER_S = 30.0
+SLOW_S = 10.0  # after this long a wait is said aloud
+MAX_EARLY = 1000  # events kept for a handler that is still to come
 Handler = Callable[[Event], None]
 
 
@@ -26,6 +29,8 @@ class Control(abc.ABC):
 
     def __init__(self) -> None:
         self._handlers: list[Handler] = []
+        self._early: collections.deque[Event] = collections.deque(maxlen=MAX_EARLY)
+        self._hearing = threading.Lock()
         self._answers: dict[int, Reply | None] = {}
         self._next_id = 1
         self._news = threading.Condition()
@@ -33,9 +38,18 @@ class Control(abc.ABC):
 
     # -- verbs ---------------------------------------------------------------------------------------------------
 
-    def join(self, member: Member, versions: str = "", timeout_s: float = 300.0) -> Reply:
-        """Blocks until all ranks are there; the reply holds the members and the generation."""
-        return self._ask(Join(member=member, versions=versions), timeout_s, "the other ranks to join")
+    def join(self, member: Member, versions: str = "", timeout_s: float = 300.0, size: int = 0) -> Reply:
+        """Blocks until all ranks are there; the reply holds the members and the generation.
+
+        With the run's `size` the ranks that are missing are named, after `SLOW_S` and when it fails.
+        """
+
+        def missing() -> str:
+            there = {m.rank for m in self._ask(Roll(), ANSWER_S, "the roll call").members if m.role == "worker"}
+            names = [str(rank) for rank in range(size) if rank not in there]
+            return f"ranks {', '.join(names)} to join" if names else "the other ranks to join"
+
+        return self._ask(Join(member=member, versions=versions), timeout_s, missing, str(member))
 
     def put(self, key: str, value: bytes) -> None:
         self._ask(Put(key=key, value=value), ANSWER_S, f"the coordinator to store {key!r}")
@@ -68,7 +82,16 @@ class Control(abc.ABC):
         self._ask(Leave(), timeout_s, "the coordinator's goodbye")
 
     def listen(self, handler: Handler) -> None:
-        self._handlers.append(handler)
+        """From now on events go to `handler` too; the first one also hears what came before it listened."""
+        while True:
+            with self._hearing:
+                early = list(self._early)
+                self._early.clear()
+                if not early:
+                    self._handlers.append(handler)
+                    return
+            for event in early:  # what comes meanwhile queues up behind
+                self._hand(event, [handler])
 
     @abc.abstractmethod
     def close(self) -> None: ...
@@ -79,22 +102,34 @@ class Control(abc.ABC):
     def _send(self, request: AnyRequest) -> None:
         """Puts the request on its way; HoraError if the line is broken."""
 
-    def _ask(self, request: AnyRequest, timeout_s: float, what: str) -> Reply:
-        deadline = time.monotonic() + timeout_s
+    def _ask(
+        self, request: AnyRequest, timeout_s: float, what: str | Callable[[], str], who: str = "this member"
+    ) -> Reply:
+        """Sends the request and waits for its answer. `what` says what is missing; it is asked only when that shows."""
+        started = time.monotonic()
+        next_word = SLOW_S
         with self._news:
             request.id = self._next_id
             self._next_id += 1
             self._answers[request.id] = None
         try:
             self._send(request)
-            with self._news:
-                while (reply := self._answers[request.id]) is None:
-                    if self._broken:
-                        raise HoraError(f"the line to the coordinator broke while waiting for {what}: {self._broken}")
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise Timeout(f"waited {timeout_s:g} s for {what}")
-                    self._news.wait(min(left, 1.0))
+            while True:
+                waited = time.monotonic() - started
+                with self._news:
+                    reply = self._answers[request.id]
+                    if reply is None and self._broken is None and waited < min(timeout_s, next_word):
+                        self._news.wait(min(timeout_s, next_word) - waited)
+                        continue
+                if reply is not None:
+                    break
+                if self._broken:
+                    raise HoraError(f"the line to the coordinator broke: {self._broken}")
+                words = f"{who} has waited {waited:.0f} s for {what if isinstance(what, str) else what()}"
+                if waited >= timeout_s:
+                    raise Timeout(words)
+                log.warning("%s", words)
+                next_word *= 2
         finally:
             with self._news:
                 self._answers.pop(request.id, None)
@@ -109,9 +144,16 @@ class Control(abc.ABC):
                     self._answers[answer.id] = answer
                     self._news.notify_all()
             return
-        for handler in list(self._handlers):
+        with self._hearing:
+            handlers = list(self._handlers)
+            if not handlers:
+                self._early.append(answer)
+        self._hand(answer, handlers)
+
+    def _hand(self, event: Event, handlers: list[Handler]) -> None:
+        for handler in handlers:
             try:
-                handler(answer)
+                handler(event)
             except Exception:
                 log.exception("a handler of control events failed")
 

@@ -40,6 +40,10 @@ class Join(Request, tag="join"):
     versions: str = ""
 
 
+class Roll(Request, tag="roll"):
+    """Who is there so far: answered at once with the members that have joined."""
+
+
 class Leave(Request, tag="leave"):
     """This member has finished well: others that still wait for it are told so."""
 
@@ -105,7 +109,7 @@ class Event(msgspec.Struct, tag_field="do", tag="event", kw_only=True):
     body: bytes = b""
 
 
-AnyRequest = Join | Leave | Fail | Put | Get | Lease | Release | Tell | Stop
+AnyRequest = Join | Roll | Leave | Fail | Put | Get | Lease | Release | Tell | Stop
 AnyAnswer = Reply | Event
 
 _encoder = msgspec.msgpack.Encoder()

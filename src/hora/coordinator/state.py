@@ -27,6 +27,7 @@ from .messages import (
     Put,
     Release,
     Reply,
+    Roll,
     Stop,
     Tell,
 )
@@ -88,6 +89,8 @@ class Coordinator:
             return [(connection, Reply(id=request.id, error="join first"))]
         if isinstance(request, Put | Get | Lease | Release | Tell) and len(_name(request)) > MAX_NAME_CHARS:
             return self._answer(connection, request, error=f"a name may have {MAX_NAME_CHARS} characters at most")
+        if isinstance(request, Roll):
+            return [(connection, Reply(id=request.id, members=tuple(self.alive), generation=self.generation))]
         if isinstance(request, Leave):
             return self._depart(key, "left", "its script ended") + self._answer(connection, request)
         if isinstance(request, Fail):

@@ -69,6 +69,13 @@ class Circle:
         return f"g{self.generation}/{self.group}"
 
 
+def num_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class Watcher:
     """Whom a transport tells about long waits. The group is one; this default keeps quiet."""
 
@@ -217,7 +224,7 @@ class Transport(abc.ABC):
         self.gone: dict[int, str] = {}
         self.sent_messages = [0] * circle.size
         self.sent_bytes = [0] * circle.size
-        self.crowded = circle.size > len(os.sched_getaffinity(0))  # more ranks than cores: a spin burns a peer's time
+        self.crowded = circle.size > num_cores()  # then a spin burns the time of the peer it waits for
         self.background = False  # set while a thread beside the user's computes: it must not spin with the GIL in hand
         self._channels = [_Channel() for _ in range(NUM_CHANNELS)]
 

@@ -320,5 +320,5 @@ def open_engine(circle: Circle, control: Control, backend: str, bind: str) -> En
     if name == "mpi":
         return EngineTransport(circle, MpiBackend(circle))
     if circle.rank == 0:
-        log.info("the engine's links (%s) are not authenticated: keep them inside a trusted network", name)
+        log.warning("the engine's links (%s) are not authenticated: keep them inside a trusted network", name)
     return EngineTransport(circle, TorchBackend(circle, control, name, bind))

@@ -101,8 +101,8 @@ class Passing:
         self._listener.forget()
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.close()
         with self._news:
             self._closed = True
             self._news.notify_all()
-        with contextlib.suppress(OSError):
-            self._listener.close()

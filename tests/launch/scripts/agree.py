@@ -14,4 +14,6 @@ assert [part.tolist() for part in parts] == [[rank] * (rank + 1) for rank in ran
 assert hora.broadcast(torch.tensor(job.rank), root=job.size - 1).item() == job.size - 1
 hora.barrier()
 launcher, kind, strategy = job.launcher, job.group.transport.kind, job.strategy.spell()
-print(f"agreed: rank {job.rank} of {job.size} under {launcher} over {kind} by {strategy}", flush=True)
+print(
+    f"agreed: rank {job.rank} of {job.size} under {launcher} over {kind} by {strategy}\n", end="", flush=True
+)  # one write: ranks may share it

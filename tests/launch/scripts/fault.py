@@ -17,7 +17,7 @@ algorithm = "engine" if transport == "engine" else "auto"
 hora.all_reduce(torch.ones(1000), algorithm=algorithm)
 if job.rank == 1:
     time.sleep(0.3)
-    print(f"at {time.monotonic()}: rank 1 {how}", flush=True)
+    print(f"at {time.monotonic()}: rank 1 {how}\n", end="", flush=True)
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "raises":
@@ -28,6 +28,6 @@ if how == "raises":
 try:
     hora.all_reduce(torch.ones(1000), algorithm=algorithm, name="the last")
 except hora.PeerLost as lost:
-    print(f"at {time.monotonic()}: rank {job.rank} lost {list(lost.ranks)}: {lost}", flush=True)
+    print(f"at {time.monotonic()}: rank {job.rank} lost {list(lost.ranks)}: {lost}\n", end="", flush=True)
     if how == "exits":
         raise  # rank 1 was the first to fail, though it may take longer to end

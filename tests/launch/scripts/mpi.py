@@ -1,4 +1,7 @@
-"""Under mpirun, with HORA_STRATEGY=engine:backend=mpi: what the MPI engine promises, message by message."""
+"""Under mpirun, with HORA_STRATEGY=engine:backend=mpi: what the MPI engine promises, message by message.
+
+Each line is one write, since the ranks share their output.
+"""
 
 import torch
 
@@ -18,9 +21,9 @@ assert hora.all_reduce(torch.full((4,), mine + 2), "xor").eq(1).all()
 assert hora.all_reduce(torch.arange(6.0).view(2, 3).t()).eq(2 * torch.arange(6.0).view(2, 3).t()).all()
 try:
     hora.all_reduce(torch.empty(0))
-    print("nothing: reduced")
+    print("nothing: reduced\n", end="", flush=True)
 except BufferError as problem:
-    print(f"nothing: {problem}")
+    print(f"nothing: {problem}\n", end="", flush=True)
 
 for numel in (0, 1, 300_000):
     letter = torch.full((numel,), float(mine))
@@ -38,9 +41,9 @@ assert [part.tolist() for part in group.all_gather(torch.full((mine,), mine))] =
 try:
     hora.all_reduce(torch.ones(2, dtype=torch.float16))
 except ValueError as refused:
-    print(f"refused: {refused}")
+    print(f"refused: {refused}\n", end="", flush=True)
 try:
     group.all_reduce(torch.ones(3 + mine), algorithm="ring")
 except hora.Mismatch as mismatch:
-    print(f"mismatch by ring: {mismatch}")
-print(f"done: rank {mine}", flush=True)
+    print(f"mismatch by ring: {mismatch}\n", end="", flush=True)
+print(f"done: rank {mine}\n", end="", flush=True)

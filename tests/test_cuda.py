@@ -1,0 +1,51 @@
+"""CUDA tensors: by way of the host over our own transports, and through NCCL where every rank has a GPU."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SCRIPT = """
+import torch, hora
+job = hora.init()
+assert job.device.type == "cuda"
+for algorithm in ("auto", "ring", "tree", "halving", "star", "shared", "engine"):
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        if algorithm == "engine" and dtype is torch.bfloat16 and job.size > torch.cuda.device_count():
+            continue  # through Gloo on the host, which rounds by its own rules
+        t = torch.full((100_001,), job.rank + 1, dtype=dtype, device=job.device)
+        assert hora.all_reduce(t, algorithm=algorithm) is t and t.is_cuda
+        assert bool((t == sum(range(1, job.size + 1))).all()), (algorithm, dtype)
+strided = torch.ones(64, 64, device=job.device)[:, ::2]
+hora.all_reduce(strided)
+assert bool((strided == job.size).all())
+parts = hora.all_gather(torch.full((job.rank + 1,), job.rank, device=job.device))
+assert all(part.is_cuda for part in parts) and [len(p) for p in parts] == list(range(1, job.size + 1))
+t = torch.full((5,), float(job.rank), device=job.device)
+hora.broadcast(t, root=job.size - 1)
+assert bool((t == job.size - 1).all())
+handle = hora.all_reduce(torch.ones(1000, device=job.device), wait=False)
+assert float(handle.wait().sum()) == 1000 * job.size
+print("fine", job.rank)
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_reduce_cuda_tensors_alone_and_sharing_one_gpu(tmp_path: pathlib.Path, size: int) -> None:
+    script = tmp_path / "cuda.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "hora.launch.cli", "run", "-n", str(size), str(script)],
+        capture_output=True,
+        text=True,
+        timeout=58,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("fine") == size
