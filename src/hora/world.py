@@ -119,7 +119,7 @@ class World:
         circle = parent.transport.circle
         if parent.rank not in ranks:
             return None
-        name = f"{circle.name}|{parent._number}|{ranks}"
+        name = f"{circle.name}|{parent.accord.number}|{ranks}"
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
         return self._found(
             Circle(
@@ -203,7 +203,7 @@ class World:
         if event.kind in ("died", "left") and event.member is not None and event.member.role == "worker":
             self._settled.add(event.member.rank)
         for group in list(self._groups):
-            group.hear(event)
+            group.accord.hear(event)
 
     def lose(self, rank: int, reason: str) -> None:
         """This rank is dead, whoever found out."""
@@ -211,7 +211,7 @@ class World:
             self._settled.add(rank)
             event = Event(kind="died", generation=self.generation, member=self.members[rank], text=reason)
             for group in list(self._groups):
-                group.hear(event)
+                group.accord.hear(event)
 
     def _watch(self) -> None:
         """Notices the death of a rank on this host by its pidfd, in case nobody else does."""

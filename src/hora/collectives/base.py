@@ -1,37 +1,28 @@
 """Group: the ranks that act together, and the collectives they call.
 
-Every rank of a group makes the same calls in the same order. Each call is numbered, and its fingerprint (number,
-operation, shape, dtype, name, group, generation) travels with every message of it; a rank that meets another
-fingerprint than its own raises `Mismatch` on all ranks, naming both sides. When two ranks wait for each other without
-a message between them, the coordinator's line carries the question after `NOTICE_S`, so that is found out as well.
-
-Calls block, or with `wait=False` return a handle: then a thread of the group does the work while the caller computes.
-Blocking calls and handles keep their order. A group is for one thread at a time; use `new_group` for another.
+Every rank of a group makes the same calls in the same order; the group's accord notices when they do not. Calls block,
+or with `wait=False` return a handle: then a thread of the group does the work while the caller computes. Blocking calls
+and handles keep their order. A group is for one thread at a time; use `new_group` for another.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import logging
 import math
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
-from ..coordinator import Control, Event
-from ..errors import HoraError, Mismatch, PeerLost
-from ..transport import Handle, Registered, Transport, Watcher
+from ..coordinator import Control
+from ..errors import HoraError
+from ..transport import Handle, Registered, Transport
 from ..transport.base import CAME, COLLECTIVES, POINT_TO_POINT
 from . import auto, engine, halving, moves, ring, shared, star, tree
+from .accord import Accord, Plan
 from .reduction import Operation, check_dtype, operation_for
-
-log = logging.getLogger(__name__)
 
 Algorithm = Callable[["Group", torch.Tensor, Operation], None]
 ALGORITHMS: dict[str, Algorithm] = {
@@ -43,11 +34,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "engine": engine.all_reduce,
     "auto": auto.all_reduce,
 }
-
-_MASK = (1 << 64) - 1
-_SPREAD = 0x9E3779B97F4A7C15  # odd: call numbers give stamps that lie far apart
-_KEPT = 64  # how many calls back a question of a peer can be answered
-_ASK_S = 0.7  # how long a rank that met a foreign stamp waits to learn what the other side called
 
 
 class Pending:
@@ -97,18 +83,7 @@ class Transit:
         return self._tensor
 
 
-class Plan:
-    """What calls with equal arguments share: the checked operation, the words for it and the root of their stamps."""
-
-    __slots__ = ("base", "run", "text")
-
-    def __init__(self, salt: str, text: str, run: Callable[[Any], Any]) -> None:
-        self.text = text
-        self.run = run
-        self.base = int.from_bytes(hashlib.blake2b(f"{salt}|{text}".encode(), digest_size=8).digest(), "little")
-
-
-class Group(Watcher):
+class Group:
     """Ranks 0 to size − 1 over one transport. Made by the world or by `new_group`, by all its ranks together: where
     they share memory the staging slots are taken here, and OutOfMemory is raised on all of them if that is refused.
 
@@ -139,19 +114,12 @@ class Group(Watcher):
         self._companion = companion
         self._found = found
         self._engines: dict[str, Transport] = {}
+        self.accord = Accord(transport, control)
         self._staging = shared.Staging.open(transport) if transport.shares_memory else None
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._number = 0
-        self._stamp = 0
-        self._calls: list[tuple[int, int, Plan] | None] = [None] * _KEPT
-        self._foreign: dict[int, tuple[int, int, str]] = {}
-        self._letters: dict[tuple[int, int], int] = {}
-        self._letter_texts: dict[tuple[int, int, int], tuple[int, str]] = {}
         self._turn = threading.RLock()
         self._outstanding = 0
         self._queue: queue.SimpleQueue[tuple[Pending, Callable[[], Any]] | None] | None = None
-        self._ranks = {member.rank: index for index, member in enumerate(transport.circle.members)}
-        transport.watcher = self
 
     def __repr__(self) -> str:
         return f"<hora.Group rank {self.rank} of {self.size} over {self.transport.kind}, generation {self.generation}>"
@@ -318,7 +286,7 @@ class Group(Watcher):
         plan = self._plan(
             ("buffer", name, numel, dtype),
             f"buffer {name!r} of {_short(dtype)} [{numel}]",
-            lambda _: self.transport.buffer(f"buffer/{self._number}", numel, dtype),
+            lambda _: self.transport.buffer(f"buffer/{self.accord.number}", numel, dtype),
         )
         return self._issue(plan, None, True)
 
@@ -344,20 +312,20 @@ class Group(Watcher):
 
     def give(self, peer: int, flat: torch.Tensor) -> Handle:
         """Sends a piece of the call under way."""
-        return self.transport.send(peer, flat, COLLECTIVES, self._stamp)
+        return self.transport.send(peer, flat, COLLECTIVES, self.accord.stamp)
 
     def take(self, peer: int, flat: torch.Tensor, land: Callable[[Any, Any], object] | None = None) -> Handle:
         """Receives a piece of the call under way; `land` reduces it into `flat` instead of replacing it."""
-        return self.transport.recv(peer, flat, COLLECTIVES, self._stamp, land)
+        return self.transport.recv(peer, flat, COLLECTIVES, self.accord.stamp, land)
 
     def meet(self, registered: Registered, turn: int) -> None:
         """Says that I have come to this turn, waits for everybody, and compares the stamps of their calls."""
-        stamp, value = self._stamp, 4 * turn + CAME
+        stamp, value = self.accord.stamp, 4 * turn + CAME
         registered.signal(value, stamp)
         registered.await_all(value)
         for peer in self.others:
             if registered.stamp_of(peer, value) != stamp:
-                raise self.differ(peer, COLLECTIVES)
+                raise self.accord.differ(peer, COLLECTIVES)
 
     @property
     def staging(self) -> shared.Staging:
@@ -378,7 +346,8 @@ class Group(Watcher):
             if self._companion is None:
                 raise HoraError("this group has no engine")
             found = self._engines[backend] = self._companion(f"engine:{backend}")
-            found.watcher = self
+            found.watcher = self.accord
+            self.accord.transports.append(found)
         return found
 
     def adopt(self, table: auto.Table) -> None:
@@ -388,25 +357,13 @@ class Group(Watcher):
             with contextlib.suppress(HoraError):
                 self._control.put(f"auto/{self.transport.circle.name}", table.json())
 
-    def announce(self) -> None:
-        """Tells the others this call's stamp over the coordinator's line: for engines, whose messages carry none."""
-        number, stamp, plan = self._current()
-        self._say("stamp", number, stamp, plan.text)
-
     def perform(self, plan: Plan, argument: Any) -> Any:
-        """Runs one call now. Its number, stamp and words are on record before the first message of it leaves."""
-        transport = self.transport
-        transport.check()
-        self._number = number = self._number + 1
-        self._stamp = stamp = (plan.base + number * _SPREAD) & _MASK
-        self._calls[number % _KEPT] = (number, stamp, plan)
-        if self._foreign:
-            self._compare_early(number, stamp, plan)
+        """Runs one call now."""
+        self.accord.begin(plan)
         try:
             return plan.run(argument)
         except (HoraError, KeyboardInterrupt) as error:
-            cause = error if isinstance(error, HoraError) else HoraError(f"{plan.text} was interrupted")
-            self._abort_all(cause)
+            self.accord.break_off(error if isinstance(error, HoraError) else HoraError(f"{plan.text} was interrupted"))
             raise
 
     # -- planning and issuing --------------------------------------------------------------------------------------
@@ -489,16 +446,9 @@ class Group(Watcher):
         return copy.view(-1), bring_back
 
     def _letter(self, source: int, target: int, tensor: torch.Tensor, name: str | None) -> int:
-        """The stamp of the next point-to-point message from source to target."""
-        number = self._letters[source, target] = self._letters.get((source, target), 0) + 1
-        words = f"{_tensor_text(tensor)}" + (f" named {name!r}" if name is not None else "")
-        plan = self._plan(
-            ("letter", source, target, words, None), f"message from {source} to {target} of {words}", lambda _: None
-        )
-        stamp = (plan.base + number * _SPREAD) & _MASK
-        self._letter_texts[source, target, number] = (stamp, plan.text)
-        self._letter_texts.pop((source, target, number - _KEPT), None)
-        return stamp
+        text = f"message from {source} to {target} of {_tensor_text(tensor)}"
+        key = ("letter", source, target, tensor.dtype, tensor.shape, name)
+        return self.accord.letter(source, target, self._plan(key, text, lambda _: None))
 
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.size:
@@ -507,110 +457,6 @@ class Group(Watcher):
     def _check_partner(self, peer: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:
             raise ValueError(f"rank {self.rank} cannot exchange with rank {peer}: another of 0 to {self.size - 1}")
-
-    def _current(self) -> tuple[int, int, Plan]:
-        call = self._calls[self._number % _KEPT]
-        assert call is not None
-        return call
-
-    # -- watching: long waits, foreign stamps, other ranks' fate -----------------------------------------------------
-
-    def doing(self) -> str:
-        if not self._number:
-            return "a transfer"
-        number, _, plan = self._current()
-        return f"{plan.text} (call {number})"
-
-    def waiting(self, peers: tuple[int, ...]) -> None:
-        if self._number:
-            number, stamp, plan = self._current()
-            self._say("wait", number, stamp, plan.text, peers)
-
-    def differ(self, peer: int, channel: int) -> HoraError:
-        if channel == POINT_TO_POINT:
-            number = self._letters.get((peer, self.rank), 0)
-            _, text = self._letter_texts.get((peer, self.rank, number), (0, "a message"))
-            self._say("letter", number, 0, text, (peer,))
-        else:
-            number, stamp, plan = self._current()
-            text = f"{plan.text} (call {number})"
-            self._say("wait", number, stamp, plan.text, (peer,))
-        deadline = time.monotonic() + _ASK_S
-        while self.transport.cause is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        return self.transport.cause or Mismatch(
-            f"{self.transport.name_of(self.rank)}: {text} met another operation of {self.transport.name_of(peer)}. "
-            "All ranks must make the same calls in the same order."
-        )
-
-    def hear(self, event: Event) -> None:
-        """What the coordinator's line says about this group's ranks. Called on the line's thread; never blocks."""
-        peer = self._ranks.get(event.member.rank) if event.member and event.member.role == "worker" else None
-        if peer is None or peer == self.rank:
-            return
-        if event.kind == "died":
-            self.lose(peer, event.text)
-        elif event.kind == "left":
-            for transport in (self.transport, *self._engines.values()):
-                transport.leave(peer, event.text)
-        elif event.kind == "told" and event.topic == self.transport.circle.name:
-            kind, number, stamp, text = msgspec.msgpack.decode(event.body, type=tuple[str, int, int, str])
-            if kind == "abort":
-                self._abort(Mismatch(text) if stamp else HoraError(text))
-            elif kind == "letter":
-                mine = self._letter_texts.get((self.rank, peer, number))
-                self._dispute(peer, f"expected a {text}", mine[1] if mine else "nothing of the kind")
-            else:
-                self._compare(peer, number, stamp, text)
-
-    def lose(self, peer: int, reason: str) -> None:
-        """A rank of this group is dead: nothing that needs the group can go on. Thread-safe."""
-        me, lost = self.transport.name_of(self.rank), self.transport.name_of(peer)
-        self._abort(PeerLost(f"{me}: lost {lost} in {self.doing()}: {reason}", (peer,), echo=True))
-
-    def _compare(self, peer: int, number: int, stamp: int, text: str) -> None:
-        mine = self._calls[number % _KEPT]
-        if mine is not None and mine[0] == number:
-            if mine[1] != stamp:
-                self._dispute(peer, f"called {text} as call {number}", mine[2].text)
-        elif number > self._number:
-            self._foreign[number] = (peer, stamp, text)
-
-    def _compare_early(self, number: int, stamp: int, plan: Plan) -> None:
-        peer, theirs, text = self._foreign.pop(number, (0, stamp, ""))
-        if theirs != stamp:
-            self._dispute(peer, f"called {text} as call {number}", plan.text)
-            self.transport.check()
-
-    def _dispute(self, peer: int, theirs: str, mine: str) -> None:
-        """Both sides are known: everybody gets the same sentence."""
-        text = (
-            f"{self.transport.name_of(peer)} {theirs}; {self.transport.name_of(self.rank)} called {mine}. "
-            "All ranks must make the same calls on the same shapes and dtypes in the same order; did one skip a call?"
-        )
-        self._say("abort", 0, 1, text)
-        self._abort(Mismatch(text))
-
-    def _say(self, kind: str, number: int, stamp: int, text: str, to: tuple[int, ...] = ()) -> None:
-        members = self.transport.circle.members
-        ranks = tuple(members[peer].rank for peer in (to or self.others) if peer != self.rank)
-        if not ranks:
-            return
-        try:
-            self._control.tell(self.transport.circle.name, msgspec.msgpack.encode((kind, number, stamp, text)), ranks)
-        except HoraError as problem:
-            log.debug("could not tell the others: %s", problem)
-
-    def _abort(self, cause: HoraError) -> None:
-        for transport in (self.transport, *self._engines.values()):
-            transport.abort(cause)
-
-    def _abort_all(self, cause: HoraError) -> None:
-        """This rank cannot go on with the group; the others learn it, unless they know by themselves."""
-        first = self.transport.cause is None
-        self._abort(cause)
-        if first and not (isinstance(cause, PeerLost) and cause.echo):
-            self._say("abort", 0, int(isinstance(cause, Mismatch)), str(cause))
 
     def close(self) -> None:
         if self._queue is not None:

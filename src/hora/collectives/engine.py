@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
     from ..transport.engine import EngineTransport
 
-    group.announce()
+    group.accord.announce()
     if flat.is_cuda and not _own_gpus(group, flat.device):
         host = flat.cpu()
         all_reduce(group, host, operation)
