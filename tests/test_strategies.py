@@ -33,7 +33,7 @@ def test_every_known_strategy_parses_by_its_name_and_is_public() -> None:
     ],
 )
 def test_a_bad_strategy_is_refused_saying_what_exists(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match="strategy|backend") as caught:
+    with pytest.raises(ValueError, match=r"strategy|backend") as caught:
         strategies.parse(text)
     assert said in str(caught.value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -110,7 +111,7 @@ def init(strategy: str | Strategy | None = None, *, transport: str = "auto", tim
         raise HoraError(_CHILD.format(pid=owner))
     identity = environment.read()
     chosen = _choose(strategy, identity)
-    limit = timeout_s or identity.timeout_s or TIMEOUT_S
+    limit = identity.timeout_s or timeout_s or TIMEOUT_S
     meeting = meet(identity)
     member = Member(identity.role, identity.rank, socket.gethostname(), os.getpid())
     reply = meeting.control.join(member, f"torch {torch.__version__}", limit, identity.size)
@@ -131,6 +132,7 @@ def init(strategy: str | Strategy | None = None, *, transport: str = "auto", tim
     job = _current = Job(identity, meeting, world, chosen)
     if identity.launcher != "alone":
         environment.take_rank()
+        _keep_scratch(identity.scratch)
         _report_failures(job)
     if meeting.service is not None:
         os.register_at_fork(after_in_child=meeting.service.forget)
@@ -161,6 +163,12 @@ def _choose(strategy: str | Strategy | None, identity: Identity) -> Strategy:
     if given is not None and given != chosen and identity.rank == 0:
         log.warning("strategy: %s from the command line, not %s from the script", chosen.spell(), given.spell())
     return chosen
+
+
+def _keep_scratch(folder: str) -> None:
+    """Sockets and folders of multiprocessing (DataLoader workers) go where the launcher clears up after a kill."""
+    if folder and os.path.isdir(folder):
+        multiprocessing.current_process()._config.setdefault("tempdir", folder)  # type: ignore[attr-defined]
 
 
 def _report_failures(job: Job) -> None:

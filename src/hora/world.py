@@ -17,7 +17,7 @@ import msgspec
 
 from .collectives.base import Group
 from .coordinator import Control, Event, Member
-from .errors import HoraError, OutOfMemory
+from .errors import HoraError, OutOfMemory, PeerLost
 from .transport import Circle, Lounge, MemoryTransport, Transport, futex
 from .transport.engine import open_engine
 from .transport.passing import Passing
@@ -82,6 +82,7 @@ class World:
         self._passing: Passing | None = None
         self._places: list[Place] = []
         self._settled = {rank}  # ranks whose end is known
+        self._ends: list[Event] = []  # for groups that are still to be founded
         self._closed = False
         control.listen(self._hear)
         _forget_after_fork(self)
@@ -113,6 +114,8 @@ class World:
             found=lambda ranks, wanted: self._subgroup(group, ranks, wanted),
         )
         self._groups.append(group)
+        for event in list(self._ends):
+            group.accord.hear(event)
         return group
 
     def _subgroup(self, parent: Group, ranks: list[int], kind: str) -> Group | None:
@@ -143,7 +146,7 @@ class World:
             backend = self.backend if wanted == "auto" else wanted
             if backend == "mpi" and not self.under_mpirun:  # MPI would abort the process rather than say so
                 raise ValueError("the engine 'mpi' needs ranks that mpirun started: mpirun -n N python script.py")
-            return open_engine(circle, self.control, backend, self.bind)
+            return open_engine(circle, self.control, backend, self.bind, self._check)
         if kind == "shm":
             if self._passing is None:
                 raise ValueError("shared memory between ranks needs Linux on x86-64; use the tcp transport")
@@ -154,7 +157,11 @@ class World:
     def _agree(self, circle: Circle, key: str, word: str) -> list[str]:
         """Every rank's word to every rank, over the coordinator."""
         self.control.put(f"{key}/{circle.rank}", word.encode())
-        return [self.control.get(f"{key}/{rank}", self.timeout_s).decode() for rank in range(circle.size)]
+        return [self._word(member.rank, f"{key}/{rank}").decode() for rank, member in enumerate(circle.members)]
+
+    def _word(self, rank: int, key: str) -> bytes:
+        """What `rank` puts under `key`; PeerLost if a rank dies, or that one leaves, before it has."""
+        return self.control.get(key, self.timeout_s, lambda: self._check(rank))
 
     def _one_host(self, circle: Circle) -> bool:
         """Whether rank 0 of the circle can pass a descriptor to every other rank: all say what they found."""
@@ -164,7 +171,7 @@ class World:
             word = "apart"
         elif circle.rank:
             try:
-                self._passing.reach(leader)
+                self._passing.reach(leader).close()
             except (OSError, HoraError):
                 word = "apart"
         together = not any(self._agree(circle, f"{circle.name}/host", word))
@@ -175,13 +182,12 @@ class World:
     def _meet(self) -> None:
         if futex.AVAILABLE:
             with contextlib.suppress(OSError):
-                self._passing = Passing(self.token)
+                self._passing = Passing(self.token, self.timeout_s)
         mine = Place(self._passing.address if self._passing else "", _kernel())
         key = f"g{self.generation}/place"
         self.control.put(f"{key}/{self.rank}", msgspec.msgpack.encode(mine))
         self._places = [
-            msgspec.msgpack.decode(self.control.get(f"{key}/{rank}", self.timeout_s), type=Place)
-            for rank in range(self.size)
+            msgspec.msgpack.decode(self._word(rank, f"{key}/{rank}"), type=Place) for rank in range(self.size)
         ]
 
     def _open_port(self) -> Port:
@@ -192,7 +198,7 @@ class World:
         return self._port
 
     def _address(self, rank: int) -> tuple[str, int]:
-        host, port = self.control.get(f"g{self.generation}/tcp/{rank}", self.timeout_s).decode().split()
+        host, port = self._word(rank, f"g{self.generation}/tcp/{rank}").decode().split()
         return host, int(port)
 
     # -- the others' fate ----------------------------------------------------------------------------------------------
@@ -202,14 +208,24 @@ class World:
             self.stop_reason = event.text
         if event.kind in ("died", "left") and event.member is not None and event.member.role == "worker":
             self._settled.add(event.member.rank)
+            self._ends.append(event)
         for group in list(self._groups):
             group.accord.hear(event)
+
+    def _check(self, awaited: int | None = None) -> None:
+        """Raises if a rank has died, or the awaited one has left."""
+        for event in list(self._ends):
+            assert event.member is not None
+            if event.kind == "died" or event.member.rank == awaited:
+                me, lost = self.members[self.rank], event.member
+                raise PeerLost(f"{me}: lost {lost} while the ranks met: {event.text}", (lost.rank,), echo=True)
 
     def lose(self, rank: int, reason: str) -> None:
         """This rank is dead, whoever found out."""
         if rank not in self._settled:
             self._settled.add(rank)
             event = Event(kind="died", generation=self.generation, member=self.members[rank], text=reason)
+            self._ends.append(event)
             for group in list(self._groups):
                 group.accord.hear(event)
 

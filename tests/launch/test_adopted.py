@@ -179,6 +179,5 @@ def test_mpi_names_both_sides_of_a_mismatch(mpi: str) -> None:
 
 
 @needs_mpirun
-@pytest.mark.xfail(reason="transport.tcp.memory_of gives mpi4py a buffer that is not writable for no elements")
 def test_mpi_reduces_nothing(mpi: str) -> None:
     assert mpi.count("nothing: reduced") == 2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 import pytest
-from conftest import SCRIPTS, Launcher
 
+from conftest import SCRIPTS, Launcher
 from hora.launch import cli, codes
 
 RUN = ["run", "-n", "2"]

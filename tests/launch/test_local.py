@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPTS, Launcher, read_until
 
+from conftest import SCRIPTS, Launcher, read_until
 from hora.launch import codes
 
 

@@ -122,6 +122,4 @@ def machine_text() -> str:
         model = models[0] if models else model
     from importlib.metadata import version
 
-    return (
-        f"{model}, {num_cores()} cores, Python {platform.python_version()}, torch {version('torch')}"
-    )
+    return f"{model}, {num_cores()} cores, Python {platform.python_version()}, torch {version('torch')}"

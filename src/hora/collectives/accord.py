@@ -2,8 +2,8 @@
 
 Every call is numbered and gets a *stamp*, its 64-bit fingerprint (number, operation, shape, dtype, name, group,
 generation). Transports carry it in every message and compare it; where ranks wait for each other without a message
-between them, or an engine's messages carry none, the coordinator's line carries the question. Whoever knows both sides
-tells everybody the same sentence, and the group is aborted with it on every rank.
+between them, the coordinator's line carries the question. Whoever knows both sides tells everybody the same sentence,
+and the group is aborted with it on every rank.
 
 The last `KEPT` calls are on record, so that a rank which has gone on can still answer.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ..coordinator import Control, Event
-from ..errors import HoraError, Mismatch, PeerLost
+from ..errors import HoraError, Mismatch, PeerLost, Timeout
 from ..transport import Transport, Watcher
 from ..transport.base import POINT_TO_POINT
 
@@ -43,12 +43,20 @@ class Plan:
 
 
 class Word(msgspec.Struct, array_like=True):
-    """What ranks tell each other about their calls. `kind`: wait, stamp, letter, abort."""
+    """What ranks tell each other about their calls. `kind`: wait, letter, or the name of an error that ends it."""
 
     kind: str
     number: int = 0
     stamp: int = 0
     text: str = ""
+    ranks: tuple[int, ...] = ()  # whom a PeerLost is about
+
+    def error(self) -> HoraError | None:
+        kinds: dict[str, type[HoraError]] = {kind.__name__: kind for kind in (HoraError, Mismatch, PeerLost, Timeout)}
+        found = kinds.get(self.kind)
+        if found is PeerLost:
+            return PeerLost(self.text, self.ranks, echo=True)
+        return found(self.text) if found else None
 
 
 class Accord(Watcher):
@@ -88,10 +96,6 @@ class Accord(Watcher):
         self._letters[source, target, number] = plan.text
         self._letters.pop((source, target, number - KEPT), None)
         return (plan.base + number * _SPREAD) & _MASK
-
-    def announce(self) -> None:
-        """Tells the others this call's stamp over the coordinator's line: for engines, whose messages carry none."""
-        self._say(Word("stamp", self.number, self.stamp, self._current().text))
 
     def _current(self) -> Plan:
         call = self._calls[self.number % KEPT]
@@ -140,8 +144,9 @@ class Accord(Watcher):
             self._answer(peer, msgspec.msgpack.decode(event.body, type=Word))
 
     def _answer(self, peer: int, word: Word) -> None:
-        if word.kind == "abort":
-            self._abort(Mismatch(word.text) if word.stamp else HoraError(word.text))
+        error = word.error()
+        if error is not None:
+            self._abort(error)
         elif word.kind == "letter":
             mine = self._letters.get((self._transport.rank, peer, word.number), "nothing of the kind")
             self._dispute(peer, f"expected a {word.text}", mine)
@@ -159,8 +164,7 @@ class Accord(Watcher):
             f"{self._name(peer)} {theirs}; {self._name(self._transport.rank)} called {mine}. "
             "All ranks must make the same calls on the same shapes and dtypes in the same order; did one skip a call?"
         )
-        self._say(Word("abort", 0, 1, text))
-        self._abort(Mismatch(text))
+        self.break_off(Mismatch(text))
 
     # -- ending it ---------------------------------------------------------------------------------------------------
 
@@ -169,7 +173,8 @@ class Accord(Watcher):
         first = self._transport.cause is None
         self._abort(cause)
         if first and not (isinstance(cause, PeerLost) and cause.echo):
-            self._say(Word("abort", 0, int(isinstance(cause, Mismatch)), str(cause)))
+            ranks = cause.ranks if isinstance(cause, PeerLost) else ()
+            self._say(Word(type(cause).__name__, text=str(cause), ranks=ranks))
 
     def _abort(self, cause: HoraError) -> None:
         for transport in self.transports:

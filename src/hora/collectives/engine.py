@@ -1,8 +1,9 @@
 """The engine's own all-reduce: NCCL or Gloo through torch.distributed, MPI through mpi4py.
 
-What it sends and in which order is the engine's business. Its messages carry no stamp of ours, so the fingerprint
-travels on the coordinator's line beside them. CUDA tensors go through NCCL where every rank has a GPU of its own, and by
-way of the host where ranks share one, which NCCL refuses.
+What it sends and in which order is the engine's business. Its messages carry no stamp of ours, and given different
+shapes it may return wrong sums or end the process, so the ranks meet at a barrier of ours first, which does carry it.
+CUDA tensors go through NCCL where every rank has a GPU of its own, and by way of the host where ranks share one, which
+NCCL refuses.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
     from ..transport.engine import EngineTransport
 
-    group.accord.announce()
+    moves.barrier(group)
     if flat.is_cuda and not _own_gpus(group, flat.device):
         host = flat.cpu()
         all_reduce(group, host, operation)

@@ -54,9 +54,9 @@ class Control(abc.ABC):
     def put(self, key: str, value: bytes) -> None:
         self._ask(Put(key=key, value=value), ANSWER_S, f"the coordinator to store {key!r}")
 
-    def get(self, key: str, timeout_s: float = ANSWER_S) -> bytes:
-        """The value under `key`; blocks until somebody has put it."""
-        return self._ask(Get(key=key), timeout_s, f"somebody to put {key!r}").value
+    def get(self, key: str, timeout_s: float = ANSWER_S, check: Callable[[], None] | None = None) -> bytes:
+        """The value under `key`; blocks until somebody has put it, or `check`, called after every event, raises."""
+        return self._ask(Get(key=key), timeout_s, f"somebody to put {key!r}", check=check).value
 
     def lease(self, name: str, seconds: float) -> bool:
         """Whether `name` is ours now, for `seconds`; asking again while it is ours prolongs it."""
@@ -103,7 +103,12 @@ class Control(abc.ABC):
         """Puts the request on its way; HoraError if the line is broken."""
 
     def _ask(
-        self, request: AnyRequest, timeout_s: float, what: str | Callable[[], str], who: str = "this member"
+        self,
+        request: AnyRequest,
+        timeout_s: float,
+        what: str | Callable[[], str],
+        who: str = "this member",
+        check: Callable[[], None] | None = None,
     ) -> Reply:
         """Sends the request and waits for its answer. `what` says what is missing; it is asked only when that shows."""
         started = time.monotonic()
@@ -118,6 +123,8 @@ class Control(abc.ABC):
                 waited = time.monotonic() - started
                 with self._news:
                     reply = self._answers[request.id]
+                    if reply is None and check is not None:
+                        check()
                     if reply is None and self._broken is None and waited < min(timeout_s, next_word):
                         self._news.wait(min(timeout_s, next_word) - waited)
                         continue
@@ -149,6 +156,8 @@ class Control(abc.ABC):
             if not handlers:
                 self._early.append(answer)
         self._hand(answer, handlers)
+        with self._news:
+            self._news.notify_all()  # for the checks of those who wait
 
     def _hand(self, event: Event, handlers: list[Handler]) -> None:
         for handler in handlers:

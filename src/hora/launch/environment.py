@@ -1,7 +1,8 @@
 """Who am I in the run: the only place that reads the environment.
 
 The environment says rank, size, role and where to meet; it never overrides an argument. Launchers are asked in this
-order, since the inner one knows better: Hora's own, torchrun, mpirun, a Slurm step; without any of them: a world of one.
+order, since the inner one knows better: Hora's own, torchrun, mpirun, a Slurm step; without any of them: a world of
+one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Identity:
     bind: str = "127.0.0.1"
     token_fd: int | None = None
     token_file: str = ""
+    scratch: str = ""
 
     @property
     def one_host(self) -> bool:
@@ -73,6 +75,7 @@ def _hora(env: Mapping[str, str]) -> Identity | None:
         local_size=_int(env, "HORA_LOCAL_SIZE", size),
         job=env.get("HORA_RUN", ""),
         address=env.get("HORA_CONTROL", ""),
+        scratch=env.get("HORA_SCRATCH", ""),
         token_fd=_int(env, "HORA_TOKEN_FD") if "HORA_TOKEN_FD" in env else None,
     )
 
@@ -83,12 +86,13 @@ def _torchrun(env: Mapping[str, str]) -> Identity | None:
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         raise ValueError("RANK and WORLD_SIZE are set but not MASTER_ADDR and MASTER_PORT: where do the ranks meet?")
     size = _int(env, "WORLD_SIZE")
+    near = size if env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1") else 0  # set by hand, without the local size
     return Identity(
         launcher="torchrun",
         rank=_int(env, "RANK"),
         size=size,
         local_rank=_int(env, "LOCAL_RANK", 0),
-        local_size=_int(env, "LOCAL_WORLD_SIZE", size),
+        local_size=_int(env, "LOCAL_WORLD_SIZE", near),
         job=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         address=f"{env['MASTER_ADDR']}:{_int(env, 'MASTER_PORT')}",
     )

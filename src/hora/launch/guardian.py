@@ -6,7 +6,7 @@ the launcher dies, even by SIGKILL. Lines on the pipe:
 
     group PGID      a rank was started; it leads this process group
     forget PGID     that group is empty and reaped; its number may soon belong to someone else
-    file HEX        a path (its bytes in hex) to be removed
+    file HEX        a file or folder (its path's bytes in hex) to be removed
     done            the launcher has cleaned up by itself
 
 The end of the pipe without `done` ends the groups, then every process of this run that made a group of its own.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -202,7 +203,10 @@ def _watch(run: str) -> None:
     sweep(run)
     for path in files:
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.unlink(path)
 
 
 if __name__ == "__main__":

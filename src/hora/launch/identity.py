@@ -20,10 +20,13 @@ NAMES = (
     "HORA_TIMEOUT_S",
     "HORA_BIND",
     "HORA_PID",
+    "HORA_SCRATCH",
 )
 
 
-def environment(config: RunConfig, run_id: str, address: tuple[str, int], rank: int, token_fd: int) -> dict[str, str]:
+def environment(
+    config: RunConfig, run_id: str, address: tuple[str, int], scratch: str, rank: int, token_fd: int
+) -> dict[str, str]:
     """The environment of one rank: ours, and its identity.
 
     An inherited identity is dropped: it belongs to the run that this launcher may itself be a part of. Each rank gets
@@ -41,6 +44,7 @@ def environment(config: RunConfig, run_id: str, address: tuple[str, int], rank: 
         "HORA_LOCAL_SIZE": str(config.size),
         "HORA_CONTROL": f"{address[0]}:{address[1]}",
         "HORA_TOKEN_FD": str(token_fd),
+        "HORA_SCRATCH": scratch,
         "PYTHONUNBUFFERED": "1",
     }
     if config.bind != LOOPBACK:

@@ -19,8 +19,10 @@ import dataclasses
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import socket
+import tempfile
 import time
 from collections import deque
 from typing import TYPE_CHECKING
@@ -73,11 +75,14 @@ def run(config: RunConfig) -> int:
         undo.callback(record.close)
         guardian = Guardian(run_id)
         undo.callback(guardian.done)
+        scratch = tempfile.mkdtemp(prefix="hora-")
+        undo.callback(shutil.rmtree, scratch, ignore_errors=True)
+        guardian.file(scratch)
         if record.control_path is not None:
             guardian.file(record.control_path)
         record.begin(_facts(config, run_id))
         record.open_control(run=run_id, address=service.address, token=token)
-        launch = Launch(config, run_id, token, service, guardian, screen, wake)
+        launch = Launch(config, run_id, token, service, scratch, guardian, screen, wake)
         outcome = launch.supervise()
         record.end(
             {
@@ -103,6 +108,7 @@ class Launch:
         run_id: str,
         token: bytes,
         service: Service,
+        scratch: str,
         guardian: Guardian,
         screen: Screen,
         wake: Wake,
@@ -111,6 +117,7 @@ class Launch:
         self._run_id = run_id
         self._token = token
         self._service = service
+        self._scratch = scratch
         self._guardian = guardian
         self._screen = screen
         self._wake = wake
@@ -219,7 +226,7 @@ class Launch:
         token_fd = token_descriptor(self._token)
         try:
             out, err = self._screen.streams(rank, log_dir=self._config.log_dir, verdict=self._verdict)
-            env = environment(self._config, self._run_id, self._service.address, rank, token_fd)
+            env = environment(self._config, self._run_id, self._service.address, self._scratch, rank, token_fd)
             child = Child(rank=rank, argv=self._config.argv(), env=env, token_fd=token_fd, out=out, err=err)
         except OSError as error:
             self._unstarted = (rank, error)

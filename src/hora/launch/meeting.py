@@ -64,8 +64,8 @@ def _through_launcher(identity: Identity) -> Meeting:
         token = os.pread(identity.token_fd, 32, 0)
     except OSError as problem:
         raise HoraError(
-            f"the run's token cannot be read from descriptor {identity.token_fd}: {problem}. A wrapper between hora run "
-            "and the script must pass its descriptors on (subprocess: close_fds=False)."
+            f"the run's token cannot be read from descriptor {identity.token_fd}: {problem}. A wrapper between "
+            "hora run and the script must pass its descriptors on (subprocess: close_fds=False)."
         ) from None
     return Meeting(Client(_address(identity.address), token), token)
 
@@ -177,8 +177,8 @@ def _through_mpi(identity: Identity) -> Meeting:
 def _through_first_node(identity: Identity) -> Meeting:
     if not identity.token_file:
         raise HoraError(
-            f"this Slurm step spans several nodes ({identity.address}): set HORA_TOKEN_FILE to a file of 32 random bytes, "
-            "mode 0600, that all nodes can read (head -c 32 /dev/urandom > ~/.hora-token; chmod 600 ~/.hora-token)"
+            f"this Slurm step spans several nodes ({identity.address}): set HORA_TOKEN_FILE to a file of 32 random "
+            "bytes, mode 0600, that all nodes can read (head -c 32 /dev/urandom > ~/.hora-token; chmod 600 ~/.hora-token)"
         )
     token = read_token_file(identity.token_file)
     first = first_host(identity.address)

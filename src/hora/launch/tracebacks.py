@@ -108,7 +108,9 @@ def exception_of(traceback: Sequence[str]) -> str:
 
 
 def shorten(lines: Sequence[str], limit: int) -> list[str]:
-    """At most `limit` lines: the first, a mark for what was left out, and the end."""
+    """At most `limit` lines: the first third, where the user's own code is, a mark for what is left out, the end."""
     if len(lines) <= limit:
         return list(lines)
-    return [lines[0], f"  … {len(lines) - limit + 2} lines …", *lines[len(lines) - limit + 2 :]]
+    head = limit // 3
+    tail = limit - head - 1
+    return [*lines[:head], f"  … {len(lines) - head - tail} lines …", *lines[len(lines) - tail :]]

@@ -44,6 +44,7 @@ CAME, REDUCED, RELEASED = 1, 2, 3  # what a flag says about a turn at registered
 
 SLICE_S = 0.05  # a sleeping wait looks up this often for an abort
 NOTICE_S = 0.2  # after this long the group asks whether both sides mean the same operation
+CAUSE_S = 0.5  # a broken link waits this long for word of why
 SLOW_S = 10.0  # after this long the wait is said aloud
 
 Land = Callable[[torch.Tensor, torch.Tensor], object]
@@ -256,6 +257,21 @@ class Transport(abc.ABC):
         if self.cause is None:
             self.cause = cause
             self._wake()
+
+    def broken(self, peers: tuple[int, ...], problem: object) -> HoraError:
+        """A link to one of `peers` is gone: the cause, if it is told within `CAUSE_S`, else what was seen here."""
+        patience = Patience(self, peers)
+        deadline = time.monotonic() + CAUSE_S
+        while time.monotonic() < deadline:
+            try:
+                patience.check()
+            except HoraError as cause:
+                return cause
+            time.sleep(0.005)
+        others = ", ".join(self.name_of(peer) for peer in peers)
+        self.abort(PeerLost(f"{self.name_of(self.rank)}: lost {others} in {self.watcher.doing()}: {problem}", peers))
+        assert self.cause is not None
+        return self.cause
 
     def leave(self, peer: int, reason: str) -> None:
         """`peer` has ended well. What it sent before is still good; a wait for more of it fails."""

@@ -1,8 +1,9 @@
 """The engines' own links: torch.distributed (Gloo, and NCCL by the same code) and MPI through mpi4py.
 
-Engines carry no header or token of ours: their links are not authenticated, and a stamp travels beside them on the
-coordinator's line. A call into torch.distributed can block without end when a peer is lost, so each runs on a thread of
-its own while our wait stays able to raise; after an abort the engine is never used again.
+Engines carry no header or token of ours: their links are not authenticated. Between two ranks we send the stamp as a
+message before the data; a collective of the engine's is preceded by a barrier that carries it. A wait inside
+torch.distributed can last without end when a peer is lost, so it is left to a thread of its own while ours stays able
+to raise; after an abort the engine is never used again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import contextlib
 import datetime
 import logging
 import os
+import queue
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -25,6 +30,9 @@ from .base import SLICE_S, Circle, Handle, Land, Patience, Transport
 from .tcp import memory_of
 
 log = logging.getLogger(__name__)
+
+ABORT_TAG = 1 << 20  # nobody sends with it
+CLOSE_S = 1.0
 
 TORCH_OPERATIONS = { "sum": "SUM", "mean": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "and": "BAND", "or":
 "BOR", "xor": "BXOR",
@@ -58,6 +66,10 @@ class Backend(abc.ABC):
     def close(self) -> None: ...
 
 
+class EngineFailed(Exception):
+    """What the engine itself said."""
+
+
 class Work(abc.ABC):
     @abc.abstractmethod
     def test(self) -> bool: ...
@@ -81,12 +93,19 @@ class EngineTransport(Transport):
             tensor.div_(self.size)
 
     def _finish(self, work: Work) -> None:
+        others = tuple(rank for rank in range(self.size) if rank != self.rank)
         patience = None
-        while not work.test():
-            if patience is None:
-                patience = Patience(self, tuple(r for r in range(self.size) if r != self.rank))
+        while not self.finished(work, others):
+            patience = patience or Patience(self, others)
             patience.check()
             work.rest(SLICE_S)
+
+    def finished(self, work: Work, peers: tuple[int, ...]) -> bool:
+        """Whether the work is done; the cause, rather than the engine's own words, if it went wrong."""
+        try:
+            return work.test()
+        except EngineFailed as problem:
+            raise self.broken(peers, problem) from None
 
     def abort(self, cause: HoraError) -> None:
         if self.cause is None:
@@ -124,7 +143,7 @@ class _Send(Handle):
         assert isinstance(transport, EngineTransport)
         if self.works is None:
             self.works = [transport.backend.send(self.peer, part, self.channel) for part in self.parts]
-        self.done = all(work.test() for work in self.works)
+        self.done = all(transport.finished(work, (self.peer,)) for work in self.works)
         return self.done
 
 
@@ -147,7 +166,7 @@ class _Recv(Handle):
         assert isinstance(transport, EngineTransport)
         if self.works is None:
             self.works = [transport.backend.recv(self.peer, self.head, self.channel)]
-        if not self.works[0].test():
+        if not transport.finished(self.works[0], (self.peer,)):
             return False
         if self.body is None:
             if not torch.equal(self.head, self.wanted):
@@ -155,7 +174,7 @@ class _Recv(Handle):
             self.body = self.tensor if self.land is torch.Tensor.copy_ else torch.empty_like(self.tensor)
             if self.tensor.numel():
                 self.works = [transport.backend.recv(self.peer, self.body, self.channel)]
-                if not self.works[0].test():
+                if not transport.finished(self.works[0], (self.peer,)):
                     return True
         if self.body is not self.tensor and self.tensor.numel():
             self.land(self.tensor, self.body)
@@ -196,8 +215,8 @@ class TorchBackend(Backend):
             options._threads = 2
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind)]
             self._group = dist.ProcessGroupGloo(prefixed, circle.rank, circle.size, options)
-        # Enough for everything that may block at the same time: per channel and peer two sends and a receive.
-        self._threads = concurrent.futures.ThreadPoolExecutor(6 * circle.size + 2, "hora-engine")
+        self._crew = _Crew()
+        self._peer = (circle.rank + 1) % circle.size
 
     @staticmethod
     def _meet(key: str, circle: Circle, control: Control, bind: str, limit: datetime.timedelta) -> Any:
@@ -217,7 +236,7 @@ class TorchBackend(Backend):
 
     def _watch(self, work: Any) -> Work:
         """The call was made on the caller's thread, which keeps the order of messages; its end is awaited apart."""
-        return _Threaded(self._threads.submit(work.wait))
+        return _Threaded(self._crew.submit(work.wait))
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         if self.name == "gloo" and tensor.dtype is torch.bool:
@@ -226,7 +245,7 @@ class TorchBackend(Backend):
         options.reduceOp = getattr(self._dist.ReduceOp, TORCH_OPERATIONS[op])
         work = self._group.allreduce([tensor], options)
         if tensor.is_cuda:
-            return _Threaded(self._threads.submit(self._synchronize, work))
+            return _Threaded(self._crew.submit(lambda: self._synchronize(work)))
         return self._watch(work)
 
     @staticmethod
@@ -243,12 +262,62 @@ class TorchBackend(Backend):
 
     def abort(self) -> None:
         with contextlib.suppress(Exception):
-            self._group.abort()
+            if self.name == "nccl":
+                self._group.abort()
+            else:
+                # Gloo's own abort leaves a pending receive waiting. A receive that times out closes all its links,
+                # which ends everything that is pending on them.
+                nothing = self._group.recv([torch.zeros(1)], self._peer, ABORT_TAG)
+                nothing.wait(datetime.timedelta(milliseconds=1))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False)
+        if not self._crew.idle():  # a thread that is still inside the engine when Python ends would abort the process
+            self.abort()
+            self._crew.rest(CLOSE_S)
         with contextlib.suppress(Exception):
             self._group.shutdown()
+
+
+class _Crew:
+    """Threads that wait for the engine. Daemons, since one may wait without end; as many as wait at the same time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._resting: list[queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]] = []
+        self._pending: set[Future[Any]] = set()
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            self._pending.add(future)
+            jobs = self._resting.pop() if self._resting else None
+        if jobs is None:
+            jobs = queue.SimpleQueue()
+            threading.Thread(target=self._serve, args=(jobs,), name="hora-engine", daemon=True).start()
+        jobs.put((future, work))
+        return future
+
+    def _serve(self, jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> None:
+        while True:
+            future, work = jobs.get()
+            result, error = None, None
+            try:
+                result = work()
+            except BaseException as problem:
+                error = problem
+            with self._lock:
+                self._pending.discard(future)
+                self._resting.append(jobs)
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    def idle(self) -> bool:
+        return not self._pending
+
+    def rest(self, seconds: float) -> None:
+        concurrent.futures.wait(list(self._pending), seconds)
 
 
 class _Threaded(Work):
@@ -260,7 +329,7 @@ class _Threaded(Work):
             return False
         error = self._future.exception()
         if error is not None:
-            raise HoraError(f"the engine failed: {error}") from None
+            raise EngineFailed(f"the engine says: {error}") from None
         return True
 
     def rest(self, seconds: float) -> None:
@@ -314,11 +383,20 @@ class _Request(Work):
             os.sched_yield()
 
 
-def open_engine(circle: Circle, control: Control, backend: str, bind: str) -> EngineTransport:
-    """Collective: the engine over these ranks; 'auto' is Gloo, which is everywhere."""
+def open_engine(
+    circle: Circle, control: Control, backend: str, bind: str, check: Callable[[], None]
+) -> EngineTransport:
+    """Collective: the engine over these ranks; 'auto' is Gloo, which is everywhere.
+
+    `check` raises when a rank of the circle is lost: the engine's own meeting would wait for it.
+    """
     name = "gloo" if backend == "auto" else backend
     if name == "mpi":
         return EngineTransport(circle, MpiBackend(circle))
     if circle.rank == 0:
         log.warning("the engine's links (%s) are not authenticated: keep them inside a trusted network", name)
-    return EngineTransport(circle, TorchBackend(circle, control, name, bind))
+    opening = _Crew().submit(lambda: TorchBackend(circle, control, name, bind))
+    while not opening.done():
+        check()
+        concurrent.futures.wait([opening], SLICE_S)
+    return EngineTransport(circle, opening.result())

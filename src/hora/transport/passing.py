@@ -22,10 +22,14 @@ GRANTED, REFUSED = b"G", b"R"
 
 
 class Passing:
-    """One rank's window: it offers descriptors under keys and fetches what other ranks offer. Thread-safe."""
+    """One rank's window: it offers descriptors under keys and fetches what other ranks offer. Thread-safe.
 
-    def __init__(self, token: bytes) -> None:
+    `timeout_s` is how long a rank that is slow to offer is waited for.
+    """
+
+    def __init__(self, token: bytes, timeout_s: float = 60.0) -> None:
         self._token = token
+        self._timeout_s = timeout_s
         self.address = f"hora-{secrets.token_hex(8)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind("\0" + self.address)
@@ -51,13 +55,13 @@ class Passing:
         with self._news:
             self._offers.pop(key, None)
 
-    def fetch(self, address: str, key: str, timeout_s: float = 30.0) -> int:
+    def fetch(self, address: str, key: str, timeout_s: float | None = None) -> int:
         """The descriptor that the rank at `address` offers under `key`. Blocks until it is offered.
 
         ConnectionError if that rank is not on this host, HoraError with the reason if it refuses.
         """
-        with self.reach(address, timeout_s) as sock:
-            sock.settimeout(timeout_s)
+        with self.reach(address) as sock:
+            sock.settimeout(self._timeout_s if timeout_s is None else timeout_s)
             name = key.encode()
             sock.sendall(bytes([len(name)]) + name)
             answer, descriptors, _, _ = socket.recv_fds(sock, 512, 1)
@@ -85,7 +89,7 @@ class Passing:
             deadline = time.monotonic() + 10.0
             length = handshake.recv_exactly(sock, 1, deadline)[0]
             key = handshake.recv_exactly(sock, length, deadline).decode()
-            deadline = time.monotonic() + 60.0
+            deadline = time.monotonic() + self._timeout_s
             with self._news:
                 while key not in self._offers:
                     if self._closed or not self._news.wait(max(0.0, deadline - time.monotonic())):

@@ -28,7 +28,7 @@ import torch
 
 from .. import handshake
 from ..coordinator.client import dial
-from ..errors import HoraError, PeerLost
+from ..errors import HoraError
 from .base import NUM_CHANNELS, SLICE_S, Circle, Handle, Land, Patience, Transport
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,6 @@ MAGIC = b"HoRa"
 HEADER = struct.Struct("<4sIIIQQ")
 INTRODUCTION = struct.Struct("<III I")  # generation, group, rank, channel
 PIECE_BYTES = 256 << 10  # what a reduction takes in one go: stays in the cache
-CAUSE_S = 0.5  # a broken connection waits this long for the coordinator to say why
 
 
 def tune(sock: socket.socket) -> None:
@@ -56,7 +55,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, in place. The tensor must outlive the view."""
     length = tensor.numel() * tensor.element_size()
     if length == 0:
-        return memoryview(b"")
+        return memoryview(bytearray())
     return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -163,22 +162,6 @@ class TcpTransport(Transport):
             self._in[rank, channel] = sock
             self._news.notify_all()
 
-    def broken(self, peer: int, problem: object) -> HoraError:
-        """The connection to `peer` is gone: its cause if it can be learnt, else what was seen here."""
-        patience = Patience(self, (peer,))
-        deadline = time.monotonic() + CAUSE_S
-        while time.monotonic() < deadline:
-            try:
-                patience.check()
-            except HoraError as cause:
-                return cause
-            time.sleep(0.005)
-        lost = PeerLost(
-            f"{self.name_of(self.rank)}: lost {self.name_of(peer)} in {self.watcher.doing()}: {problem}", (peer,)
-        )
-        self.abort(lost)
-        return self.cause or lost
-
     def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Handle:
         return _Send(self, peer, channel, stamp, tensor)
 
@@ -235,7 +218,7 @@ class _Send(Handle):
                 return moved
             except OSError as problem:
                 assert isinstance(self.transport, TcpTransport)
-                raise self.transport.broken(self.peer, problem) from None
+                raise self.transport.broken((self.peer,), problem) from None
             moved = True
             while self.parts and sent >= len(self.parts[0]):
                 sent -= len(self.parts[0])
@@ -282,9 +265,9 @@ class _Recv(Handle):
             except BlockingIOError:
                 return moved
             except OSError as problem:
-                raise transport.broken(self.peer, problem) from None
+                raise transport.broken((self.peer,), problem) from None
             if count == 0:
-                raise transport.broken(self.peer, "the connection was closed")
+                raise transport.broken((self.peer,), "the connection was closed")
             moved = True
             self.filled += count
             if self.filled == len(self.target):
