@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 torch.set_num_threads(1)
-for name in [name for name in os.environ if name.startswith(("HORA_", "OMPI_", "SLURM_", "TORCHELASTIC_"))]:
+for name in [name for name in os.environ if name.startswith(("HORA_", "OMPI_COMM_", "SLURM_", "TORCHELASTIC_"))]:
     del os.environ[name]
 
 TRANSPORTS = ("memory", "shm", "tcp", "engine")

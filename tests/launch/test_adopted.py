@@ -31,13 +31,13 @@ class Started:
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, command: list[str], *arguments: object, **env: str) -> subprocess.Popen[str]:
-        drop = re.compile(r"HORA_|OMPI_|PMIX_|SLURM_|RANK$|WORLD_SIZE$|MASTER_")
+        drop = re.compile(r"HORA_|OMPI_COMM_|PMIX_|SLURM_|RANK$|WORLD_SIZE$|MASTER_")
         process = subprocess.Popen(
             [*command, *map(str, arguments)],
             cwd=SCRIPTS,
             env={key: value for key, value in os.environ.items() if not drop.match(key)}
             | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-            | {"PYTHONPATH": str(SRC)}
+            | {"PYTHONPATH": os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])}
             | env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

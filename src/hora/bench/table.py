@@ -12,6 +12,7 @@ from rich.table import Table
 from ..transport.base import num_cores
 
 Row = dict[str, Any]
+STRONG = {"shared/registered": "tab:blue", "auto": "tab:red", "gloo": "tab:orange", "mpi": "tab:green"}
 
 
 def size_text(num_bytes: int) -> str:
@@ -85,19 +86,20 @@ def plot_times(rows: list[Row], title: str, path: str) -> str | None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 6))
+    quiet = iter(pyplot.get_cmap("tab20b").colors)  # type: ignore[attr-defined]
     for name, cells in by_name(rows).items():
         sizes = sorted(cells)
         medians = [cells[size]["median_s"] * 1e3 for size in sizes]
         low = [cells[size]["p10_s"] * 1e3 for size in sizes]
         high = [cells[size]["p90_s"] * 1e3 for size in sizes]
-        peer = name in ("gloo", "mpi")
-        strong = peer or name in ("auto", "shared/registered")
-        (line,) = axes.plot(
-            sizes, medians, marker="o", markersize=4, linewidth=2.4 if strong else 1.0, linestyle="--" if peer else "-",
-            label=name, alpha=1.0 if strong else 0.55,
+        strong = name in STRONG
+        color = STRONG[name] if strong else next(quiet, "grey")
+        axes.plot(
+            sizes, medians, marker="o", markersize=4, linewidth=2.4 if strong else 1.0, color=color, label=name,
+            linestyle="--" if name in ("gloo", "mpi") else ":" if name.endswith("/tcp") else "-",
         )  # fmt: skip
         if strong:
-            axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.12)
+            axes.fill_between(sizes, low, high, color=color, alpha=0.12)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sorted({row["bytes"] for row in rows})

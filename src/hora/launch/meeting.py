@@ -178,7 +178,8 @@ def _through_first_node(identity: Identity) -> Meeting:
     if not identity.token_file:
         raise HoraError(
             f"this Slurm step spans several nodes ({identity.address}): set HORA_TOKEN_FILE to a file of 32 random "
-            "bytes, mode 0600, that all nodes can read (head -c 32 /dev/urandom > ~/.hora-token; chmod 600 ~/.hora-token)"
+            "bytes, mode 0600, that all nodes can read "
+            "(head -c 32 /dev/urandom > ~/.hora-token; chmod 600 ~/.hora-token)"
         )
     token = read_token_file(identity.token_file)
     first = first_host(identity.address)
