@@ -129,6 +129,19 @@ def test_a_leaf_that_requires_grad_is_reduced_in_place() -> None:
     run(2, work)
 
 
+def test_autograd_notices_that_a_tensor_was_reduced(transport: str) -> None:
+    def work(group: Group) -> None:
+        for numel in (10, 200_000):
+            leaf = torch.ones(numel, requires_grad=True)
+            saved = leaf * 2
+            product = saved * saved
+            group.all_reduce(saved)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
+
+    run(2, work, transport)
+
+
 def test_half_precision_is_summed_in_float32_by_star_and_shared() -> None:
     """1 + 2⁻⁹ + 2⁻⁹ + … is lost in bfloat16 at every hop, and kept when it is rounded once."""
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..coordinator import Control
 from ..errors import HoraError
@@ -81,6 +82,16 @@ class Transit:
             self._finish()
             self._finish = None
         return self._tensor
+
+
+def _received(tensor: torch.Tensor, finish: Callable[[], None] | None) -> Callable[[], None]:
+    def done() -> None:
+        if finish:
+            finish()
+        else:
+            increment_version(tensor)
+
+    return done
 
 
 class Group:
@@ -261,7 +272,8 @@ class Group:
         check_dtype(tensor.dtype)
         flat, finish = self._flat(tensor)
         stamp = self._letter(source, self.rank, tensor, name)
-        transit = Transit(self.transport.recv(source, flat, POINT_TO_POINT, stamp), tensor, finish)
+        handle = self.transport.recv(source, flat, POINT_TO_POINT, stamp)
+        transit = Transit(handle, tensor, _received(tensor, finish))
         return transit.wait() if wait else transit
 
     def new_group(self, ranks: Sequence[int], transport: str = "auto") -> Group | None:
@@ -420,9 +432,12 @@ class Group:
     ) -> torch.Tensor:
         """Runs `work` on the tensor as a flat CPU vector and brings the result back."""
         flat, finish = self._flat(tensor)
+        version = tensor._version
         work(flat)
         if finish and result:
             finish()
+        if tensor._version == version:
+            increment_version(tensor)  # bytes that arrive go past torch, and autograd must know that values changed
         return tensor
 
     def _on_device(self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None]) -> torch.Tensor:
