@@ -96,5 +96,5 @@ def recv(
     return _on(group).recv(tensor, source, name, wait)
 
 
-def new_group(ranks: Sequence[int], transport: str = "auto", group: Group | None = None) -> Group | None:
+def new_group(ranks: Sequence[int], transport: str = "auto", group: Group | None = None) -> Any:
     return _on(group).new_group(ranks, transport)

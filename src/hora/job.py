@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 
@@ -179,20 +180,29 @@ def _report_failures(job: Job) -> None:
         if os.getpid() != job.pid or threading.current_thread() is not threading.main_thread():
             previous(kind, error, trace)
             return
-        if isinstance(
-            error, PeerLost
-        ):  # whoever was lost is the cause, even one that left with an exit code of its own
+        if isinstance(error, PeerLost):  # whoever was lost is the cause, even one that left without an error
             job._failed = True
             if error.echo:
                 print(f"stopped: {error}", file=sys.stderr, flush=True)
             else:
-                previous(kind, error, trace)
+                _show(error, trace)
             _exit(ECHO_EXIT)
         if not issubclass(kind, KeyboardInterrupt):
             job.fail(f"{kind.__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}".rstrip(": "))
-        previous(kind, error, trace)
+        if isinstance(error, HoraError):
+            _show(error, trace)
+        else:
+            previous(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _show(error: HoraError, trace: TracebackType | None) -> None:
+    """The traceback as far as it is the user's: where Hora was called, not how it works inside."""
+    inside = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(inside)]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
+    print("".join([*lines, *traceback.format_exception_only(error)]), end="", file=sys.stderr, flush=True)
 
 
 def _exit(code: int, run_exit_functions: Callable[[], None] = atexit._run_exitfuncs) -> None:

@@ -111,3 +111,12 @@ def test_a_slow_peer_is_waited_for_and_named(
     assert failures(2, work, transport) == [None, None]
     said = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
     assert said and "rank 0 (host test" in said[0] and "for rank 1 (host test" in said[0] and "all_reduce" in said[0]
+
+
+def test_a_handle_that_nobody_waits_for_does_not_fail_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    def work(group: Group) -> None:
+        group.all_reduce(torch.ones(3 + group.rank), wait=False)
+
+    assert failures(2, work) == [None, None]
+    said = [record.getMessage() for record in caplog.records if "never waited for" in record.getMessage()]
+    assert len(said) == 2 and "rank 0 (host test" in said[0] and "rank 1 (host test" in said[0]

@@ -134,11 +134,11 @@ def test_a_new_group_has_ranks_of_its_own_and_leaves_the_others_out(transport: s
     def work(group: Group) -> None:
         evens = group.new_group([0, 2])
         rest = group.new_group([1])
-        assert (evens is None) == (group.rank == 1) and (rest is None) == (group.rank != 1)
-        if evens is not None:
+        assert bool(evens) == (group.rank != 1) and bool(rest) == (group.rank == 1)
+        if evens:
             assert (evens.rank, evens.size) == (group.rank // 2, 2)
             assert evens.all_reduce(torch.tensor([group.rank])).tolist() == [2]
-        if rest is not None:
+        if rest:
             assert rest.all_reduce(torch.tensor([5])).tolist() == [5]
         over = group.new_group([0, 1, 2], transport="tcp" if transport != "memory" else "memory")
         assert over is not None and over.all_reduce(torch.ones(1000)).sum() == 3000
@@ -163,3 +163,30 @@ def test_a_new_group_has_ranks_of_its_own_and_leaves_the_others_out(transport: s
 def test_bad_arguments_are_refused_before_anything_is_sent(call: object, said: str) -> None:
     errors = failures(2, call)  # type: ignore[arg-type]
     assert all(isinstance(error, ValueError) and said in str(error) for error in errors), errors
+
+
+def test_a_rank_outside_a_group_is_told_so_instead_of_joining_in_with_everybody() -> None:
+    def work(group: Group) -> None:
+        some = group.new_group([0, 1])
+        if group.rank == 2:
+            with pytest.raises(ValueError, match=r"rank 2 is not in this group of ranks \[0, 1\]"):
+                some.all_reduce(torch.ones(2))
+        else:
+            assert some.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+
+    run(3, work)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([1.0, 2.0], "a torch tensor is wanted, not list"),
+        (3.0, "a torch tensor is wanted, not float"),
+        (torch.ones(3).to_sparse(), "not a sparse_coo one"),
+        (torch.ones(3, device="meta"), "not a meta one"),
+    ],
+)
+def test_what_is_no_dense_tensor_is_refused_with_the_way_out(value: object, said: str) -> None:
+    for call in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "reduce"):
+        (error,) = failures(1, lambda group, call=call: getattr(group, call)(value))
+        assert isinstance(error, ValueError) and said in str(error), (call, error)

@@ -19,6 +19,11 @@ SRC = Path(__file__).parents[2] / "src"
 MARK = "MARK_OF_HORA_TEST"
 
 
+def _listen_to_hangups() -> None:
+    """The suite may run under nohup, and an ignored signal is inherited."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Launcher:
     """Starts `hora …` with an environment of its own; `alive()` finds everything that descends from it."""
 
@@ -46,6 +51,7 @@ class Launcher:
             text=True,
             encoding="utf-8",
             errors="surrogateescape",
+            preexec_fn=_listen_to_hangups,
         )
 
     def run(self, *arguments: object, cwd: Path = SCRIPTS, **env: str) -> subprocess.CompletedProcess[str]:

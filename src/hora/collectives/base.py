@@ -8,6 +8,8 @@ and handles keep their order. A group is for one thread at a time; use `new_grou
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import math
 import queue
 import threading
@@ -23,7 +25,11 @@ from ..transport import Handle, Registered, Transport
 from ..transport.base import CAME, COLLECTIVES, POINT_TO_POINT
 from . import auto, engine, halving, moves, ring, shared, star, tree
 from .accord import Accord, Plan
-from .reduction import Operation, check_dtype, operation_for
+from .reduction import Operation, check_dtype, check_tensor, operation_for
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 2.0  # how long the end of a group waits for calls that are still under way
 
 Algorithm = Callable[["Group", torch.Tensor, Operation], None]
 ALGORITHMS: dict[str, Algorithm] = {
@@ -43,6 +49,7 @@ class Pending:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._finished = threading.Event()
+        self._seen = False
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -52,9 +59,15 @@ class Pending:
 
     def wait(self) -> Any:
         self._finished.wait()
+        self._seen = True
         if self._error is not None:
             raise self._error
         return self._result
+
+    @property
+    def unseen(self) -> BaseException | None:
+        """What went wrong, if nobody has waited for it."""
+        return None if self._seen else self._error
 
     def _run(self, work: Callable[[], Any]) -> None:
         try:
@@ -82,6 +95,21 @@ class Transit:
             self._finish()
             self._finish = None
         return self._tensor
+
+
+class Outside:
+    """What `new_group` gives a rank that it left out: false in a condition, and every call on it says why not."""
+
+    def __init__(self, rank: int, ranks: list[int]) -> None:
+        self.rank = None
+        self.size = len(ranks)
+        self._text = f"rank {rank} is not in this group of ranks {ranks}: make the call under `if group:`"
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(self._text)
 
 
 def _received(tensor: torch.Tensor, finish: Callable[[], None] | None) -> Callable[[], None]:
@@ -130,7 +158,9 @@ class Group:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._turn = threading.RLock()
         self._outstanding = 0
-        self._queue: queue.SimpleQueue[tuple[Pending, Callable[[], Any]] | None] | None = None
+        self._queue: queue.SimpleQueue[tuple[Pending, Plan, Any] | None] | None = None
+        self._thread_done = threading.Event()
+        self._unwaited: list[tuple[str, Pending]] = []
 
     def __repr__(self) -> str:
         return f"<hora.Group rank {self.rank} of {self.size} over {self.transport.kind}, generation {self.generation}>"
@@ -146,14 +176,20 @@ class Group:
         wait: bool = True,
     ) -> Any:
         """Everybody's tensor becomes the reduction of all of them, in place. Returns it, or a handle."""
-        key = ("all_reduce", op, algorithm, tensor.dtype, tensor.shape, name)
-        plan = self._plans.get(key) or self._plan_all_reduce(key, tensor, op, algorithm, name)
+        try:
+            key = ("all_reduce", op, algorithm, tensor.dtype, tensor.shape, name)
+            plan = self._plans.get(key)
+        except (AttributeError, TypeError):
+            check_tensor(tensor)
+            raise
+        if plan is None:
+            plan = self._plan_all_reduce(key, tensor, op, algorithm, name)
         return self._issue(plan, tensor, wait)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, name: str | None = None, wait: bool = True) -> Any:
         """Everybody's tensor becomes the root's, in place."""
         self._check_root(root)
-        check_dtype(tensor.dtype)
+        check_tensor(tensor)
         plan = self._plan(
             ("broadcast", tensor.dtype, tensor.shape, root, name),
             f"broadcast from rank {root} of {_tensor_text(tensor)}",
@@ -166,6 +202,7 @@ class Group:
     ) -> Any:
         """The root's tensor becomes the reduction of all, in place; the others' stay as they are."""
         self._check_root(root)
+        check_tensor(tensor)
         operation = operation_for(op, tensor.dtype)
         plan = self._plan(
             ("reduce", op, tensor.dtype, tensor.shape, root, name),
@@ -176,7 +213,7 @@ class Group:
 
     def all_gather(self, tensor: torch.Tensor, name: str | None = None, wait: bool = True) -> Any:
         """The list of everybody's tensors, in order of rank; their first dimensions may differ."""
-        check_dtype(tensor.dtype)
+        check_tensor(tensor)
         plan = self._plan(
             ("all_gather", tensor.dtype, tensor.dim(), tensor.shape[1:], name),
             f"all_gather of {_rows_text(tensor)}",
@@ -186,6 +223,7 @@ class Group:
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", name: str | None = None, wait: bool = True) -> Any:
         """This rank's share of the reduction: the rows are dealt in order, sizes differ by at most one."""
+        check_tensor(tensor)
         if tensor.dim() == 0:
             raise ValueError("reduce_scatter deals out rows; a scalar has none")
         operation = operation_for(op, tensor.dtype)
@@ -199,7 +237,7 @@ class Group:
     def gather(self, tensor: torch.Tensor, root: int = 0, name: str | None = None, wait: bool = True) -> Any:
         """On the root the list of everybody's tensors (first dimensions may differ), elsewhere None."""
         self._check_root(root)
-        check_dtype(tensor.dtype)
+        check_tensor(tensor)
         plan = self._plan(
             ("gather", tensor.dtype, tensor.dim(), tensor.shape[1:], root, name),
             f"gather to rank {root} of {_rows_text(tensor)}",
@@ -260,7 +298,7 @@ class Group:
     def send(self, tensor: torch.Tensor, to: int, name: str | None = None, wait: bool = True) -> Any:
         """Sends to one rank, which must call `recv` with the same shape and dtype."""
         self._check_partner(to)
-        check_dtype(tensor.dtype)
+        check_tensor(tensor)
         flat = _host(tensor).view(-1)
         stamp = self._letter(self.rank, to, tensor, name)
         transit = Transit(self.transport.send(to, flat, POINT_TO_POINT, stamp), tensor, None)
@@ -269,15 +307,15 @@ class Group:
     def recv(self, tensor: torch.Tensor, source: int, name: str | None = None, wait: bool = True) -> Any:
         """Receives from one rank, in place. Messages between two ranks arrive in the order they were sent."""
         self._check_partner(source)
-        check_dtype(tensor.dtype)
+        check_tensor(tensor)
         flat, finish = self._flat(tensor)
         stamp = self._letter(source, self.rank, tensor, name)
         handle = self.transport.recv(source, flat, POINT_TO_POINT, stamp)
         transit = Transit(handle, tensor, _received(tensor, finish))
         return transit.wait() if wait else transit
 
-    def new_group(self, ranks: Sequence[int], transport: str = "auto") -> Group | None:
-        """A group of some of these ranks. Every rank of this group calls it; those left out get None."""
+    def new_group(self, ranks: Sequence[int], transport: str = "auto") -> Any:
+        """A group of some of these ranks. Every rank of this group calls it; those left out get an `Outside`."""
         chosen = sorted(set(ranks))
         if not chosen or chosen[0] < 0 or chosen[-1] >= self.size or len(chosen) != len(ranks):
             raise ValueError(f"new_group: {list(ranks)} are not distinct ranks between 0 and {self.size - 1}")
@@ -285,9 +323,9 @@ class Group:
             raise HoraError("this group cannot make others")
         found = self._found
 
-        def gather(_: None) -> Group | None:
+        def gather(_: None) -> Group | Outside:
             moves.barrier(self)
-            return found(chosen, transport)
+            return found(chosen, transport) or Outside(self.rank, chosen)
 
         text = f"new_group of ranks {chosen} over {transport}"
         return self._issue(self._plan(("new_group", tuple(chosen), transport), text, gather), None, True)
@@ -396,6 +434,7 @@ class Group:
         chosen = self.algorithm if algorithm == "auto" else algorithm
         if chosen not in ALGORITHMS:
             raise ValueError(f"unknown algorithm {algorithm!r}; there are: {', '.join(ALGORITHMS)}")
+        check_tensor(tensor)
         operation = operation_for(op, tensor.dtype)
         table = auto.known(self) if chosen == "auto" else None
         reduce = ALGORITHMS[table.choose(tensor.numel() * tensor.element_size()) if table else chosen]
@@ -415,17 +454,20 @@ class Group:
         if self._queue is None:
             self._queue = queue.SimpleQueue()
             threading.Thread(target=self._work, args=(self._queue,), name="hora-group", daemon=True).start()
-        self._queue.put((pending, lambda: self.perform(plan, argument)))
+        self._queue.put((pending, plan, argument))
         return pending.wait() if wait else pending
 
-    def _work(self, jobs: queue.SimpleQueue[tuple[Pending, Callable[[], Any]] | None]) -> None:
+    def _work(self, jobs: queue.SimpleQueue[tuple[Pending, Plan, Any] | None]) -> None:
         while (job := jobs.get()) is not None:
-            pending, work = job
+            pending, plan, argument = job
             with self._turn:
                 self.transport.background = True
-                pending._run(work)
+                pending._run(functools.partial(self.perform, plan, argument))
                 self.transport.background = False
                 self._outstanding -= 1
+            if pending.unseen is not None:
+                self._unwaited.append((plan.text, pending))
+        self._thread_done.set()
 
     def _in_place(
         self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None], result: bool = True
@@ -476,6 +518,10 @@ class Group:
     def close(self) -> None:
         if self._queue is not None:
             self._queue.put(None)
+            self._thread_done.wait(CLOSE_S)
+        for text, pending in self._unwaited:
+            if pending.unseen is not None:
+                log.error("%s failed, and its handle was never waited for: %s", text, pending.unseen)
         for transport in (self.transport, *self._engines.values()):
             transport.close()
 

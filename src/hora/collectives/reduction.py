@@ -95,6 +95,16 @@ def operation_for(name: str, dtype: torch.dtype) -> Operation:
     return operation
 
 
+def check_tensor(tensor: object) -> None:
+    """ValueError with the way out for what does not travel."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"a torch tensor is wanted, not {type(tensor).__name__}: torch.as_tensor(…) makes one")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+        raise ValueError(f"a dense tensor with data is wanted, not a {kind} one")
+    check_dtype(tensor.dtype)
+
+
 def check_dtype(dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
         raise ValueError(f"{_short(dtype)} tensors do not travel; there are: {', '.join(map(_short, DTYPES))}")

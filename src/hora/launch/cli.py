@@ -74,6 +74,9 @@ class _Sizes(click.ParamType):
     no_args_is_help=False,
     invoke_without_command=True,
 )
+@click.version_option(
+    package_name="hora", message="hora %(version)s", help="Print the version and end, e.g. hora --version."
+)
 @click.pass_context
 def hora(ctx: click.Context) -> None:
     """Train one PyTorch script on many processes, under any data-parallel architecture, chosen by one word."""
@@ -184,7 +187,10 @@ def explain(what: str, size: int) -> int:
     """
     from hora.explain import explain as explanation
 
-    click.echo(explanation(what, size))
+    try:
+        click.echo(explanation(what, size))
+    except ValueError as problem:
+        raise click.UsageError(str(problem)) from None
     return codes.OK
 
 

@@ -30,6 +30,8 @@ def failed(child: Child, children: Sequence[Child], *, others_ran: bool, log_dir
     by_itself = child.returncode is not None and child.returncode > 0
     who = f"rank {child.rank} (host {socket.gethostname()}, pid {child.pid})"
     cause = f"{who} failed with {child.how}" if by_itself else f"{who} {child.how}"
+    if child.returncode == codes.ECHO_EXIT:
+        cause = f"{who} lost a rank that it needed"
     others = ""
     if len(children) > 1 and child.exception and all(other.exception == child.exception for other in children):
         others = "; the others failed in the same way"

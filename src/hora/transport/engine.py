@@ -234,19 +234,23 @@ class TorchBackend(Backend):
         host, port_text = control.get(key).decode().split()
         return TCPStore(host, int(port_text), circle.size, False, limit, wait_for_workers=False)
 
-    def _watch(self, work: Any) -> Work:
-        """The call was made on the caller's thread, which keeps the order of messages; its end is awaited apart."""
-        return _Threaded(self._crew.submit(work.wait))
+    def _watch(self, start: Callable[[], Any], wait: Callable[[Any], None] | None = None) -> Work:
+        """Starts on the caller's thread, which keeps the order of messages; the end is awaited apart."""
+        try:
+            work = start()
+        except RuntimeError as problem:  # a link that is known to be broken refuses at once
+            failed: Future[Any] = Future()
+            failed.set_exception(problem)
+            return _Threaded(failed)
+        return _Threaded(self._crew.submit(work.wait if wait is None else lambda: wait(work)))
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         if self.name == "gloo" and tensor.dtype is torch.bool:
             raise ValueError("Gloo reduces no bools; use uint8, or an algorithm of Hora's own such as 'ring'")
         options = self._dist.AllreduceOptions()
         options.reduceOp = getattr(self._dist.ReduceOp, TORCH_OPERATIONS[op])
-        work = self._group.allreduce([tensor], options)
-        if tensor.is_cuda:
-            return _Threaded(self._crew.submit(lambda: self._synchronize(work)))
-        return self._watch(work)
+        wait = self._synchronize if tensor.is_cuda else None
+        return self._watch(lambda: self._group.allreduce([tensor], options), wait)
 
     @staticmethod
     def _synchronize(work: Any) -> None:
@@ -255,10 +259,10 @@ class TorchBackend(Backend):
         torch.cuda.current_stream().synchronize()
 
     def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
-        return self._watch(self._group.send([tensor], peer, tag))
+        return self._watch(lambda: self._group.send([tensor], peer, tag))
 
     def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
-        return self._watch(self._group.recv([tensor], peer, tag))
+        return self._watch(lambda: self._group.recv([tensor], peer, tag))
 
     def abort(self) -> None:
         with contextlib.suppress(Exception):
