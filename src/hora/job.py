@@ -31,7 +31,7 @@ from .world import World
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 1800.0
-LINGER_S = 2.0  # a rank that hosts the coordinator stays this long for the others' goodbyes
+LINGER_S = 10.0  # a rank that hosts the coordinator stays this long for the others' goodbyes
 
 _current: Job | None = None
 
@@ -82,7 +82,7 @@ class Job:
         service = self._meeting.service
         if service is not None:
             deadline = time.monotonic() + LINGER_S
-            while service.coordinator.alive and time.monotonic() < deadline:
+            while service.others_alive(self.rank) and time.monotonic() < deadline:
                 time.sleep(0.01)
             service.close()
         self._meeting.control.close()

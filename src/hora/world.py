@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -12,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import msgspec
 
@@ -83,6 +86,8 @@ class World:
         self._places: list[Place] = []
         self._settled = {rank}  # ranks whose end is known
         self._ends: list[Event] = []  # for groups that are still to be founded
+        self._early: collections.deque[Event] = collections.deque(maxlen=256)  # words about groups not founded here yet
+        self._founder: Group | None = None  # the group that is about to make another
         self._closed = False
         control.listen(self._hear)
         _forget_after_fork(self)
@@ -112,9 +117,10 @@ class World:
             deterministic=self.deterministic,
             companion=lambda wanted: self.connect(circle, wanted),
             found=lambda ranks, wanted: self._subgroup(group, ranks, wanted),
+            closed=lambda: self._groups.remove(group) if group in self._groups else None,
         )
         self._groups.append(group)
-        for event in list(self._ends):
+        for event in [*self._ends, *self._early]:  # what was said while it was being founded
             group.accord.hear(event)
         return group
 
@@ -124,15 +130,20 @@ class World:
             return None
         name = f"{circle.name}|{parent.accord.number}|{ranks}"
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
-        return self._found(
-            Circle(
-                rank=ranks.index(parent.rank),
-                members=tuple(circle.members[rank] for rank in ranks),
-                generation=circle.generation,
-                group=number,
-                timeout_s=circle.timeout_s,
-            ),
-            kind,
+        self._founder = parent
+        try:
+            return self._found(self._inner(circle, ranks, number, parent.rank), kind)
+        finally:
+            self._founder = None
+
+    @staticmethod
+    def _inner(circle: Circle, ranks: list[int], number: int, rank: int) -> Circle:
+        return Circle(
+            rank=ranks.index(rank),
+            members=tuple(circle.members[r] for r in ranks),
+            generation=circle.generation,
+            group=number,
+            timeout_s=circle.timeout_s,
         )
 
     def connect(self, circle: Circle, kind: str) -> Transport:
@@ -151,17 +162,25 @@ class World:
             if self._passing is None:
                 raise ValueError("shared memory between ranks needs Linux on x86-64; use the tcp transport")
             leader = self._places[circle.members[0].rank].passing
-            return ShmTransport(circle, self._passing, leader, lambda key, word: self._agree(circle, key, word))
+            return ShmTransport(circle, self._passing, leader, functools.partial(self._agree, circle))
+        if kind not in ("tcp", "auto"):
+            raise ValueError(f"unknown transport {kind!r}; there are: {', '.join(TRANSPORTS)}")
         return TcpTransport(circle, self._open_port(), lambda peer: self._address(circle.members[peer].rank))
 
-    def _agree(self, circle: Circle, key: str, word: str) -> list[str]:
+    def _agree(self, circle: Circle, key: str, word: str, check: Callable[[], None] | None = None) -> list[str]:
         """Every rank's word to every rank, over the coordinator."""
         self.control.put(f"{key}/{circle.rank}", word.encode())
-        return [self._word(member.rank, f"{key}/{rank}").decode() for rank, member in enumerate(circle.members)]
+        return [self._word(member.rank, f"{key}/{rank}", check).decode() for rank, member in enumerate(circle.members)]
 
-    def _word(self, rank: int, key: str) -> bytes:
+    def _word(self, rank: int, key: str, check: Callable[[], None] | None = None) -> bytes:
         """What `rank` puts under `key`; PeerLost if a rank dies, or that one leaves, before it has."""
-        return self.control.get(key, self.timeout_s, lambda: self._check(rank))
+
+        def look() -> None:
+            self._check(rank)
+            if check:
+                check()
+
+        return self.control.get(key, self.timeout_s, look)
 
     def _one_host(self, circle: Circle) -> bool:
         """Whether rank 0 of the circle can pass a descriptor to every other rank: all say what they found."""
@@ -209,11 +228,15 @@ class World:
         if event.kind in ("died", "left") and event.member is not None and event.member.role == "worker":
             self._settled.add(event.member.rank)
             self._ends.append(event)
+        if event.kind == "told" and all(event.topic != g.transport.circle.name for g in self._groups):
+            self._early.append(event)
         for group in list(self._groups):
             group.accord.hear(event)
 
     def _check(self, awaited: int | None = None) -> None:
-        """Raises if a rank has died, or the awaited one has left."""
+        """Raises if a rank has died, the awaited one has left, or the group that founds another was broken off."""
+        if self._founder is not None:
+            self._founder.transport.check()
         for event in list(self._ends):
             assert event.member is not None
             if event.kind == "died" or event.member.rank == awaited:
@@ -259,6 +282,10 @@ class World:
     def forget(self) -> None:
         """In a forked child: the run's sockets are the parent's alone, else its end would go unnoticed."""
         self._closed = True
+        child = HoraError(f"this is a forked child of rank {self.rank}: only the process that called init() is it")
+        for group in self._groups:
+            for transport in group.accord.transports:
+                transport.cause = child
         for part in (self._port, self._passing, self.control):
             if part is not None and hasattr(part, "forget"):
                 part.forget()
@@ -267,7 +294,7 @@ class World:
         if self._closed:
             return
         self._closed = True
-        for group in self._groups:
+        for group in list(self._groups):
             group.close()
         if self._port:
             self._port.close()

@@ -251,3 +251,24 @@ def test_what_cannot_be_reduced_is_refused_with_the_way_out(op: str, dtype: torc
 def test_an_unknown_algorithm_is_refused_naming_those_there_are() -> None:
     (error,) = failures(1, lambda group: group.all_reduce(torch.ones(3), algorithm="circle"))
     assert isinstance(error, ValueError) and "unknown algorithm 'circle'" in str(error) and "ring" in str(error)
+
+
+def test_inference_tensors_and_negated_views_are_reduced_too() -> None:
+    def work(group: Group) -> None:
+        with torch.inference_mode():
+            for wait in (True, False):
+                tensor = torch.ones(300_000)
+                handle = group.all_reduce(tensor, wait=wait)
+                assert bool(((handle if wait else handle.wait()) == 2).all())
+        for numel in (10, 400_000):
+            negative = torch.complex(torch.zeros(numel), torch.ones(numel)).conj().imag
+            assert negative.is_neg()
+            group.all_reduce(negative)
+            assert bool((negative == -2).all())
+
+    run(2, work, "shm")
+
+
+def test_an_expanded_tensor_is_refused_with_the_way_out() -> None:
+    errors = failures(2, lambda group: group.all_reduce(torch.ones(1).expand(5)))
+    assert all(isinstance(error, ValueError) and "clone() it first" in str(error) for error in errors)

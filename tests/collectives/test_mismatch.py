@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hora.collectives import Group
-from hora.errors import Mismatch, PeerLost
+from hora.errors import HoraError, Mismatch, PeerLost
 from ranks import Run, failures
 
 Call = Callable[[Group], Any]
@@ -120,3 +120,31 @@ def test_a_handle_that_nobody_waits_for_does_not_fail_in_silence(caplog: pytest.
     assert failures(2, work) == [None, None]
     said = [record.getMessage() for record in caplog.records if "never waited for" in record.getMessage()]
     assert len(said) == 2 and "rank 0 (host test" in said[0] and "rank 1 (host test" in said[0]
+
+
+def test_buffers_reduced_in_another_order_are_told_apart() -> None:
+    def work(group: Group) -> None:
+        one, two = group.buffer("one", 100, torch.float32), group.buffer("two", 100, torch.float32)
+        for memory in (one, two) if group.rank else (two, one):
+            group.all_reduce_registered(memory)
+
+    errors = failures(2, work, "shm")
+    assert all(isinstance(error, Mismatch) and "buffer one" in str(error) for error in errors), errors
+
+
+def test_a_buffer_that_only_one_rank_opens_is_a_mismatch_and_no_hang() -> None:
+    def work(group: Group) -> None:
+        group.buffer("alone", 10, torch.float32) if group.rank else group.all_reduce(torch.ones(3))
+
+    assert all(isinstance(error, Mismatch) for error in failures(2, work, "shm"))
+
+
+def test_an_error_in_the_middle_of_a_call_is_told_to_the_others() -> None:
+    def work(group: Group) -> None:
+        if group.rank:
+            group.take = None  # type: ignore[method-assign, assignment]
+        group.all_reduce(torch.ones(3), algorithm="ring")
+
+    errors = failures(2, work)
+    assert isinstance(errors[1], TypeError)
+    assert isinstance(errors[0], HoraError) and "ended on rank 1 (host test" in str(errors[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -190,3 +192,40 @@ def test_what_is_no_dense_tensor_is_refused_with_the_way_out(value: object, said
     for call in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "reduce"):
         (error,) = failures(1, lambda group, call=call: getattr(group, call)(value))
         assert isinstance(error, ValueError) and said in str(error), (call, error)
+
+
+def test_a_large_message_goes_on_while_its_rank_is_in_a_collective(transport: str) -> None:
+    def work(group: Group) -> None:
+        other = 1 - group.rank
+        got = torch.empty(3_000_000)
+        sending = group.send(torch.full((3_000_000,), float(group.rank)), to=other, wait=False)
+        receiving = group.recv(got, source=other, wait=False) if group.rank else None
+        assert group.all_reduce(torch.ones(10)).tolist() == [2.0] * 10
+        sending.wait() if receiving is None else receiving.wait()
+        if receiving is None:
+            group.recv(got, source=other)
+        else:
+            sending.wait()
+        assert bool((got == other).all())
+
+    run(2, work, transport)
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    errors = failures(2, lambda group: group.new_group([0, 1], transport="pigeon"), "tcp")
+    assert all("unknown transport 'pigeon'" in str(error) for error in errors)
+
+
+def test_groups_that_are_closed_give_their_descriptors_back() -> None:
+    def work(group: Group) -> int:
+        for _ in range(3):
+            group.new_group([0, 1], transport="shm").close()
+        group.barrier()
+        before = len(os.listdir("/proc/self/fd"))
+        group.barrier()
+        for _ in range(10):
+            group.new_group([0, 1], transport="shm").close()
+        group.barrier()
+        return len(os.listdir("/proc/self/fd")) - before
+
+    assert max(run(2, work, "shm")) < 10

@@ -74,7 +74,7 @@ def measure(group: Group) -> Table:
     names = list(CANDIDATES)
     started = time.monotonic()
     for size in SIZES:
-        go_on = torch.tensor([int(time.monotonic() - started < BUDGET_S)])
+        go_on = torch.tensor([int(not rows or time.monotonic() - started < BUDGET_S)])
         moves.broadcast(group, go_on, root=0)
         if not go_on.item():
             break

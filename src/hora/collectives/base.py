@@ -50,6 +50,7 @@ class Pending:
         self._group = group
         self._finished = threading.Event()
         self._seen = False
+        self.inference = False
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -116,7 +117,7 @@ def _received(tensor: torch.Tensor, finish: Callable[[], None] | None) -> Callab
     def done() -> None:
         if finish:
             finish()
-        else:
+        elif not tensor.is_inference():
             increment_version(tensor)
 
     return done
@@ -139,6 +140,7 @@ class Group:
         deterministic: bool = False,
         companion: Callable[[str], Transport] | None = None,
         found: Callable[[list[int], str], Group | None] | None = None,
+        closed: Callable[[], None] | None = None,
     ) -> None:
         self.transport = transport
         self.rank = transport.rank
@@ -152,6 +154,7 @@ class Group:
         self._control = control
         self._companion = companion
         self._found = found
+        self._closed = closed
         self._engines: dict[str, Transport] = {}
         self.accord = Accord(transport, control)
         self._staging = shared.Staging.open(transport) if transport.shares_memory else None
@@ -159,6 +162,7 @@ class Group:
         self._turn = threading.RLock()
         self._outstanding = 0
         self._queue: queue.SimpleQueue[tuple[Pending, Plan, Any] | None] | None = None
+        self._letters: queue.SimpleQueue[Handle | None] | None = None
         self._thread_done = threading.Event()
         self._unwaited: list[tuple[str, Pending]] = []
 
@@ -271,6 +275,8 @@ class Group:
         """Part r goes to rank r; the list of what came, in order of rank. A tensor is cut along its rows, evenly or by
         `splits`."""
         if isinstance(parts, torch.Tensor):
+            if parts.dim() == 0:
+                raise ValueError("all_to_all cuts a tensor along its rows; a scalar has none")
             if splits is None:
                 splits = [math.ceil((parts.shape[0] - r) / self.size) for r in range(self.size)]
             if len(splits) != self.size or sum(splits) != parts.shape[0]:
@@ -282,11 +288,12 @@ class Group:
             raise ValueError("all_to_all: splits cut a tensor; a list is cut already")
         if len(parts) != self.size:
             raise ValueError(f"all_to_all: {len(parts)} parts for {self.size} ranks")
-        device = parts[0].device
+        for part in parts:
+            check_tensor(part)
         plan = self._plan(
             ("all_to_all", parts[0].dtype, name),
             f"all_to_all of {_short(parts[0].dtype)}",
-            lambda p: _to_device(moves.all_to_all(self, [_host(t) for t in p]), device),
+            lambda p: _to_device(moves.all_to_all(self, [_host(t) for t in p]), p[0].device),
         )
         return self._issue(plan, parts, wait)
 
@@ -301,8 +308,7 @@ class Group:
         check_tensor(tensor)
         flat = _host(tensor).view(-1)
         stamp = self._letter(self.rank, to, tensor, name)
-        transit = Transit(self.transport.send(to, flat, POINT_TO_POINT, stamp), tensor, None)
-        return transit.wait() if wait else transit
+        return self._transit(self.transport.send(to, flat, POINT_TO_POINT, stamp), tensor, None, wait)
 
     def recv(self, tensor: torch.Tensor, source: int, name: str | None = None, wait: bool = True) -> Any:
         """Receives from one rank, in place. Messages between two ranks arrive in the order they were sent."""
@@ -311,8 +317,7 @@ class Group:
         flat, finish = self._flat(tensor)
         stamp = self._letter(source, self.rank, tensor, name)
         handle = self.transport.recv(source, flat, POINT_TO_POINT, stamp)
-        transit = Transit(handle, tensor, _received(tensor, finish))
-        return transit.wait() if wait else transit
+        return self._transit(handle, tensor, _received(tensor, finish), wait)
 
     def new_group(self, ranks: Sequence[int], transport: str = "auto") -> Any:
         """A group of some of these ranks. Every rank of this group calls it; those left out get an `Outside`."""
@@ -336,9 +341,15 @@ class Group:
         plan = self._plan(
             ("buffer", name, numel, dtype),
             f"buffer {name!r} of {_short(dtype)} [{numel}]",
-            lambda _: self.transport.buffer(f"buffer/{self.accord.number}", numel, dtype),
+            lambda _: self._open_buffer(name, numel, dtype),
         )
         return self._issue(plan, None, True)
+
+    def _open_buffer(self, name: str, numel: int, dtype: torch.dtype) -> Registered:
+        moves.barrier(self)  # all mean the same one
+        registered = self.transport.buffer(f"buffer/{self.accord.number}", numel, dtype)
+        registered.name = f"{name} ({self.accord.number})"
+        return registered
 
     def all_reduce_registered(
         self, registered: Registered, op: str = "sum", numel: int | None = None, name: str | None = None
@@ -347,13 +358,15 @@ class Group:
 
         It is valid until `registered.release()`; before writing `mine` again, `registered.claim()`."""
         count = registered.mine.numel() if numel is None else numel
-        key = ("registered", op, registered.mine.dtype, count, name)
+        if not 0 <= count <= registered.mine.numel():
+            raise ValueError(f"{count} elements of a buffer that has {registered.mine.numel()}")
+        key = ("registered", registered.name, op, registered.mine.dtype, count, name)
         plan = self._plans.get(key)
         if plan is None:
             operation = operation_for(op, registered.mine.dtype)
             plan = self._plan(
                 key,
-                f"all_reduce {op} of registered {_short(registered.mine.dtype)} [{count}]",
+                f"all_reduce {op} of buffer {registered.name}, {_short(registered.mine.dtype)} [{count}]",
                 lambda memory: shared.reduce_registered(self, memory, operation, count),
             )
         return self._issue(plan, registered, True)
@@ -412,8 +425,11 @@ class Group:
         self.accord.begin(plan)
         try:
             return plan.run(argument)
-        except (HoraError, KeyboardInterrupt) as error:
-            self.accord.break_off(error if isinstance(error, HoraError) else HoraError(f"{plan.text} was interrupted"))
+        except ValueError:
+            raise  # the caller's mistake, refused by every rank before a message of it left
+        except BaseException as error:
+            words = f"{plan.text} ended on {self.transport.name_of(self.rank)} with {type(error).__name__}: {error}"
+            self.accord.break_off(error if isinstance(error, HoraError) else HoraError(words))
             raise
 
     # -- planning and issuing --------------------------------------------------------------------------------------
@@ -448,7 +464,10 @@ class Group:
         if wait and not self._outstanding:
             with self._turn:
                 return self.perform(plan, argument)
+        if isinstance(argument, torch.Tensor) and argument.is_cuda:
+            torch.cuda.current_stream(argument.device).synchronize()  # the thread has a stream of its own
         pending = Pending(self)
+        pending.inference = torch.is_inference_mode_enabled()
         with self._turn:
             self._outstanding += 1
         if self._queue is None:
@@ -462,7 +481,8 @@ class Group:
             pending, plan, argument = job
             with self._turn:
                 self.transport.background = True
-                pending._run(functools.partial(self.perform, plan, argument))
+                with torch.inference_mode(pending.inference):
+                    pending._run(functools.partial(self.perform, plan, argument))
                 self.transport.background = False
                 self._outstanding -= 1
             if pending.unseen is not None:
@@ -474,28 +494,32 @@ class Group:
     ) -> torch.Tensor:
         """Runs `work` on the tensor as a flat CPU vector and brings the result back."""
         flat, finish = self._flat(tensor)
-        version = tensor._version
+        version = None if tensor.is_inference() else tensor._version
         work(flat)
         if finish and result:
             finish()
-        if tensor._version == version:
+        if result and version is not None and tensor._version == version:
             increment_version(tensor)  # bytes that arrive go past torch, and autograd must know that values changed
         return tensor
 
     def _on_device(self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None]) -> torch.Tensor:
         plain = tensor.detach()
-        flat = plain.contiguous().view(-1)
+        flat = plain.resolve_neg().contiguous().view(-1)
         work(flat)
-        if not plain.is_contiguous():
+        if flat.data_ptr() != plain.data_ptr():
             plain.copy_(flat.view(plain.shape))
+        elif not tensor.is_inference():
+            increment_version(tensor)
         return tensor
 
     def _flat(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
         if tensor.requires_grad:
             tensor = tensor.detach()
-        if tensor.is_contiguous() and tensor.is_cpu:
+        if tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg():
             return (tensor if tensor.dim() == 1 else tensor.view(-1)), None
-        copy = tensor.to("cpu").contiguous()
+        if 0 in tensor.stride() and tensor.numel() > 1:
+            raise ValueError("an expanded tensor has several names for one place; clone() it first")
+        copy = tensor.to("cpu").resolve_neg().contiguous()
 
         def bring_back() -> None:
             tensor.copy_(copy)
@@ -507,6 +531,17 @@ class Group:
         key = ("letter", source, target, tensor.dtype, tensor.shape, name)
         return self.accord.letter(source, target, self._plan(key, text, lambda _: None))
 
+    def _transit(self, handle: Handle, tensor: torch.Tensor, finish: Callable[[], None] | None, wait: bool) -> Any:
+        transit = Transit(handle, tensor, finish)
+        if wait:
+            return transit.wait()
+        if not handle.done:  # it goes on while its rank does something else, a collective perhaps
+            if self._letters is None:
+                self._letters = queue.SimpleQueue()
+                threading.Thread(target=_deliver, args=(self._letters,), name="hora-letters", daemon=True).start()
+            self._letters.put(handle)
+        return transit
+
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.size:
             raise ValueError(f"root {root} is not a rank of this group: 0 to {self.size - 1}")
@@ -516,18 +551,31 @@ class Group:
             raise ValueError(f"rank {self.rank} cannot exchange with rank {peer}: another of 0 to {self.size - 1}")
 
     def close(self) -> None:
+        """Gives everything back: the group makes no calls any more. Every rank closes for itself."""
         if self._queue is not None:
             self._queue.put(None)
             self._thread_done.wait(CLOSE_S)
+        if self._letters is not None:
+            self._letters.put(None)
         for text, pending in self._unwaited:
             if pending.unseen is not None:
                 log.error("%s failed, and its handle was never waited for: %s", text, pending.unseen)
         for transport in (self.transport, *self._engines.values()):
             transport.close()
+        self._plans.clear()
+        self._staging = None
+        if self._closed:
+            self._closed()
+
+
+def _deliver(letters: queue.SimpleQueue[Handle | None]) -> None:
+    while (handle := letters.get()) is not None:
+        with contextlib.suppress(HoraError):  # whoever waits for it is told
+            handle.wait()
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu").contiguous()
+    return tensor.detach().to("cpu").resolve_neg().contiguous()
 
 
 def _to_device(parts: list[torch.Tensor] | None, device: torch.device) -> list[torch.Tensor] | None:

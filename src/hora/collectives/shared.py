@@ -65,8 +65,9 @@ class Staging:
             if len(self._wholes) > 256:
                 self._wholes.clear()
             num_bytes = numel * dtype.itemsize
-            first = [part[:num_bytes].view(dtype) for part in self.registered.peers]
-            second = [part[SLOT_BYTES : SLOT_BYTES + num_bytes].view(dtype) for part in self.registered.peers]
+            with torch.inference_mode(False):  # views that are kept must serve calls of either kind
+                first = [part[:num_bytes].view(dtype) for part in self.registered.peers]
+                second = [part[SLOT_BYTES : SLOT_BYTES + num_bytes].view(dtype) for part in self.registered.peers]
             found = self._wholes[dtype, numel] = (first, second)
         return found
 
@@ -78,7 +79,8 @@ class Staging:
                 self._shares.clear()
             sizes = share_sizes(numel, len(self.registered.peers))
             first, second = self.wholes(dtype, numel)
-            found = ([list(p.split(sizes)) for p in first], [list(p.split(sizes)) for p in second])
+            with torch.inference_mode(False):
+                found = ([list(p.split(sizes)) for p in first], [list(p.split(sizes)) for p in second])
             self._shares[dtype, numel] = found
         return found
 
@@ -157,7 +159,8 @@ def reduce_registered(group: Group, registered: Registered, operation: Operation
     """Reduces the first `numel` elements of everybody's part, each rank its share in its own; returns the whole."""
     views = getattr(registered, "views", None)
     if views is None or views.numel != numel:
-        views = registered.views = _cut(group, registered, numel)  # type: ignore[attr-defined]
+        with torch.inference_mode(False):
+            views = registered.views = _cut(group, registered, numel)  # type: ignore[attr-defined]
     turn = registered.turn
     registered.turn = turn + 1
     group.meet(registered, turn)

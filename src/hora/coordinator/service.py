@@ -73,6 +73,11 @@ class Service:
             self._deliver(self.coordinator.ended(role, rank))
         self._wake()
 
+    def others_alive(self, rank: int) -> bool:
+        """Whether workers other than this one are still in the run."""
+        with self._order:
+            return any(member.rank != rank for member in self.coordinator.alive if member.role == "worker")
+
     def values(self, prefix: str) -> dict[str, bytes]:
         """What members have put under keys that begin so, for the launcher's record of the run."""
         with self._order:

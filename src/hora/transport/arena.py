@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -23,6 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -50,11 +50,11 @@ class Arena:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size < num_bytes:
             raise HoraError("the shared memory offered is too small or not sealed")
-        self.map = mmap.mmap(descriptor, num_bytes)
-        self.words = memoryview(self.map).cast("Q")
-        self.halves = memoryview(self.map).cast("I")
+        self.map = _weave(descriptor, [(0, num_bytes)])
+        self.words = memoryview(self.map).cast("B").cast("Q")
+        self.halves = memoryview(self.map).cast("B").cast("I")
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.address = ctypes.addressof(self.map)
         self._woven = _weave(descriptor, woven) if woven else None
 
     @staticmethod
@@ -77,8 +77,7 @@ class Arena:
 
     def populate(self) -> None:
         """Takes the pages now: a first touch costs six times a copy."""
-        with contextlib.suppress(OSError, ValueError):  # older kernels fault them in one by one
-            self.map.madvise(MADV_POPULATE_WRITE)
+        _libc.madvise(self.address, len(self.map), MADV_POPULATE_WRITE)  # refused by older kernels: then one by one
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if numel == 0:
@@ -109,5 +108,6 @@ def _weave(descriptor: int, pieces: list[tuple[int, int]]) -> ctypes.Array[ctype
                 raise OutOfMemory(f"shared memory could not be mapped: {problem}")
         at += length
     view = (ctypes.c_char * total).from_address(base)
-    weakref.finalize(view, _libc.munmap, base, total)
+    # Not at exit: a tensor in this memory may be read until the very end, and the kernel unmaps it anyway.
+    weakref.finalize(view, _libc.munmap, base, total).atexit = False
     return view

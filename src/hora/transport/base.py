@@ -44,6 +44,7 @@ CAME, REDUCED, RELEASED = 1, 2, 3  # what a flag says about a turn at registered
 
 SLICE_S = 0.05  # a sleeping wait looks up this often for an abort
 NOTICE_S = 0.2  # after this long the group asks whether both sides mean the same operation
+LEFT_S = 1.0  # how long what a rank sent before it left may take
 CAUSE_S = 0.5  # a broken link waits this long for word of why
 SLOW_S = 10.0  # after this long the wait is said aloud
 
@@ -119,17 +120,18 @@ class Patience:
         self.peers = peers
         self.started = time.monotonic()
         self._noticed = False
+        self._gone_at: float | None = None
         self._next_word = SLOW_S
 
     def check(self) -> None:
         transport = self.transport
         transport.check()
-        for peer in self.peers:
-            if peer in transport.gone:
-                me, doing, gone = transport.name_of(transport.rank), transport.watcher.doing(), transport.name_of(peer)
-                why = f"which has left the run: {transport.gone[peer]}. Do all ranks make the same calls?"
-                raise PeerLost(f"{me}: {doing} needs {gone}, {why}", (peer,))
         waited = time.monotonic() - self.started
+        if any(peer in transport.gone for peer in self.peers):
+            if self._gone_at is None:
+                self._gone_at = waited  # what it sent before it left may still be on its way
+            elif waited - self._gone_at >= LEFT_S:
+                raise transport.left(self.peers)
         if waited >= NOTICE_S and not self._noticed:
             self._noticed = True
             transport.watcher.waiting(self.peers)
@@ -166,6 +168,7 @@ class Registered(abc.ABC):
     peers: list[torch.Tensor]
     whole: torch.Tensor
     shares: list[tuple[int, int]]
+    name: str = ""
     turn: int = 0  # how many times this memory has been through a collective; the same on every rank
 
     @abc.abstractmethod
@@ -179,7 +182,8 @@ class Registered(abc.ABC):
 
     def release(self) -> None:
         """I no longer read the last turn's result: the others may overwrite their share of it. Does not block."""
-        self.signal(4 * self.turn - 4 + RELEASED)
+        if self.turn:
+            self.signal(4 * self.turn - 4 + RELEASED)
 
     def claim(self) -> None:
         """Blocks until nobody reads the last turn's result any more: then `mine` is free to be written."""
@@ -260,18 +264,24 @@ class Transport(abc.ABC):
 
     def broken(self, peers: tuple[int, ...], problem: object) -> HoraError:
         """A link to one of `peers` is gone: the cause, if it is told within `CAUSE_S`, else what was seen here."""
-        patience = Patience(self, peers)
         deadline = time.monotonic() + CAUSE_S
         while time.monotonic() < deadline:
-            try:
-                patience.check()
-            except HoraError as cause:
-                return cause
+            if self.cause is not None:
+                return self.cause
+            if any(peer in self.gone for peer in peers):
+                return self.left(peers)
             time.sleep(0.005)
         others = ", ".join(self.name_of(peer) for peer in peers)
         self.abort(PeerLost(f"{self.name_of(self.rank)}: lost {others} in {self.watcher.doing()}: {problem}", peers))
         assert self.cause is not None
         return self.cause
+
+    def left(self, peers: tuple[int, ...]) -> PeerLost:
+        """The error for a wait on peers of which one has left."""
+        peer = next(peer for peer in peers if peer in self.gone)
+        me, doing, gone = self.name_of(self.rank), self.watcher.doing(), self.name_of(peer)
+        why = f"which has left the run: {self.gone[peer]}. Do all ranks make the same calls?"
+        return PeerLost(f"{me}: {doing} needs {gone}, {why}", (peer,))
 
     def leave(self, peer: int, reason: str) -> None:
         """`peer` has ended well. What it sent before is still good; a wait for more of it fails."""

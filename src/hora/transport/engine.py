@@ -12,6 +12,7 @@ import abc
 import concurrent.futures
 import contextlib
 import datetime
+import functools
 import logging
 import os
 import queue
@@ -249,14 +250,15 @@ class TorchBackend(Backend):
             raise ValueError("Gloo reduces no bools; use uint8, or an algorithm of Hora's own such as 'ring'")
         options = self._dist.AllreduceOptions()
         options.reduceOp = getattr(self._dist.ReduceOp, TORCH_OPERATIONS[op])
-        wait = self._synchronize if tensor.is_cuda else None
+        wait = functools.partial(self._synchronize, tensor.device) if tensor.is_cuda else None
         return self._watch(lambda: self._group.allreduce([tensor], options), wait)
 
     @staticmethod
-    def _synchronize(work: Any) -> None:
+    def _synchronize(device: torch.device, work: Any) -> None:
         """NCCL's wait only orders streams; ours means that the result is there."""
-        work.wait()
-        torch.cuda.current_stream().synchronize()
+        with torch.cuda.device(device):
+            work.wait()
+            torch.cuda.current_stream(device).synchronize()
 
     def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
         return self._watch(lambda: self._group.send([tensor], peer, tag))

@@ -8,6 +8,7 @@ load overtake an earlier store; all its other orders are kept by the processor, 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 import threading
@@ -49,5 +50,14 @@ def wake(address: int) -> None:
 
 def fence() -> None:
     """Everything stored before is visible before anything is loaded after: taking a lock is a locked instruction."""
-    lock.acquire()
-    lock.release()
+    with lock:  # and not acquire(), release(): a signal handler that raises in between would leave it locked
+        pass
+
+
+def _renew_lock() -> None:
+    """In a forked child: another thread of the parent may have held it."""
+    global lock
+    lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

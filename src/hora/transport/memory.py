@@ -50,8 +50,9 @@ class MemoryTransport(Transport):
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Registered:
         key = f"{self.circle.name}/{name}"
-        parts = self.lounge.once(key, lambda: _Parts(self.size, numel, dtype))
-        return MemoryRegistered(self, parts)
+        if self.size == 1:
+            return MemoryRegistered(self, _Parts(1, numel, dtype))
+        return MemoryRegistered(self, self.lounge.once(key, lambda: _Parts(self.size, numel, dtype)))
 
     def _idle(self, handle: Handle, rounds: int) -> None:
         with self.lounge.news:

@@ -40,12 +40,13 @@ MIN_SLOT_BYTES, MAX_SLOT_BYTES = 32 << 10, 512 << 10
 SPINS = 4000  # about 0.2 ms
 POLITE_SPINS = 3  # with more ranks than cores: offer the core to the others this often, then sleep
 
-# `agree(key, word)` tells every rank's word to every rank: "" for fine, else what is wrong. It blocks.
-Agree = Callable[[str, str], list[str]]
+# `agree(key, word, check)` tells every rank's word to every rank: "" for fine, else what is wrong. It blocks until all
+# have spoken or `check` raises.
+Agree = Callable[[str, str, Callable[[], None]], list[str]]
 
 
 class ShmTransport(Transport):
-    """See the module. Made by `ShmTransport.connect`, a collective call of all ranks of the circle."""
+    """See the module. Making one is a collective call of all ranks of the circle."""
 
     kind = "shm"
     shares_memory = True
@@ -82,7 +83,7 @@ class ShmTransport(Transport):
             arena = Arena(descriptor, num_bytes, woven)
         except (HoraError, OSError) as refusal:
             problem = str(refusal) or type(refusal).__name__
-        words = self._agree(key, problem)
+        words = self._agree(key, problem, self.check)
         if self.rank == 0:
             self._passing.withdraw(key)
         if descriptor >= 0:
@@ -123,7 +124,8 @@ class ShmTransport(Transport):
         found = self._links.get(key)
         if found is None:
             number = (channel * self.size + source) * self.size + target
-            found = self._links[key] = _Link(self._arena, self._links_offset + number * self._link_bytes, self)
+            with torch.inference_mode(False):  # its views serve calls of either kind
+                found = self._links[key] = _Link(self._arena, self._links_offset + number * self._link_bytes, self)
         return found
 
     def ring_bell(self, peer: int, channel: int) -> None:
@@ -275,8 +277,8 @@ class ShmRegistered(Registered):
         if stamp is not None:
             words[me + 1 + ((value >> 2) & 1)] = stamp
         words[me] = value
-        futex.lock.acquire()  # a fence, spelled out: this is the hottest path there is
-        futex.lock.release()
+        with futex.lock:  # a fence, spelled out: this is the hottest path there is
+            pass
         halves, name = self._halves, self._transport.rank + 1
         for mark in self._other_marks:
             if halves[mark] == name:
