@@ -44,7 +44,6 @@ CAME, REDUCED, RELEASED = 1, 2, 3  # what a flag says about a turn at registered
 
 SLICE_S = 0.05  # a sleeping wait looks up this often for an abort
 NOTICE_S = 0.2  # after this long the group asks whether both sides mean the same operation
-LEFT_S = 1.0  # how long what a rank sent before it left may take
 CAUSE_S = 0.5  # a broken link waits this long for word of why
 SLOW_S = 10.0  # after this long the wait is said aloud
 
@@ -130,7 +129,7 @@ class Patience:
         if any(peer in transport.gone for peer in self.peers):
             if self._gone_at is None:
                 self._gone_at = waited  # what it sent before it left may still be on its way
-            elif waited - self._gone_at >= LEFT_S:
+            elif waited - self._gone_at >= transport.left_s:
                 raise transport.left(self.peers)
         if waited >= NOTICE_S and not self._noticed:
             self._noticed = True
@@ -219,6 +218,7 @@ class Transport(abc.ABC):
 
     kind: str = ""
     shares_memory: bool = False
+    left_s: float = 0.5  # how long what a rank sent before it left may take to arrive
 
     def __init__(self, circle: Circle) -> None:
         self.circle = circle

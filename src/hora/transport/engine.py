@@ -82,6 +82,7 @@ class Work(abc.ABC):
 
 class EngineTransport(Transport):
     kind = "engine"
+    left_s = 5.0  # the engine has threads and buffers of its own; a link that closed is noticed at once in any case
 
     def __init__(self, circle: Circle, backend: Backend) -> None:
         super().__init__(circle)

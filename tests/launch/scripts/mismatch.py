@@ -34,7 +34,7 @@ for way, call in ways.items():
     ranks = [0, 1] if way == "waiting" else [0, 1, 2]  # two: with a third, a message of its would tell
     group = job.group.new_group(ranks, transport=transport)
     hora.barrier()
-    if group is None:
+    if not group:
         continue
     started_at = time.monotonic()
     try:
