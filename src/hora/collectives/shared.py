@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..transport import Registered, Transport
-from ..transport.arena import copy
 from ..transport.base import REDUCED
 from .reduction import Operation
 from .schedule import bounds
@@ -132,18 +131,18 @@ def _shares(group: Group, staging: Staging, count: int, chunk: Sequence[torch.Te
     mine = slots[me]
     # copy in what the others reduce
     for peer in group.others:
-        copy(mine[peer], chunk[peer])
+        mine[peer].copy_(chunk[peer])
     group.meet(registered, turn)
     # reduce my share
     parts = [slot[me] for slot in slots]
     parts[me] = chunk[me]
     operation.reduce(parts, mine[me])
     registered.signal(4 * turn + REDUCED)
-    copy(chunk[me], mine[me])
+    chunk[me].copy_(mine[me])
     # copy out what they reduced
     for peer in group.others:
         registered.await_signal(peer, 4 * turn + REDUCED)
-        copy(chunk[peer], slots[peer][peer])
+        chunk[peer].copy_(slots[peer][peer])
 
 
 @dataclasses.dataclass

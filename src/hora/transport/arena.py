@@ -26,18 +26,6 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 
 
-_libc.memcpy.restype = None
-_libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-
-
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """target = source, for contiguous CPU tensors of one dtype and length.
-
-    libc's copy fetches what lies in another core's cache about a third faster than torch's.
-    """
-    _libc.memcpy(target.data_ptr(), source.data_ptr(), target.numel() * target.element_size())
-
-
 def round_up(count: int, unit: int) -> int:
     return -(-count // unit) * unit
 
