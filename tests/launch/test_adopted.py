@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import re
 import secrets
 import shutil
@@ -27,8 +28,9 @@ SALLOC = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM
 class Started:
     """Processes of one launch, in a session of their own that is ended with the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: pathlib.Path) -> None:
         self._processes: list[subprocess.Popen[str]] = []
+        self._folder = folder  # what a killed process leaves behind under another launcher stays in here
 
     def start(self, command: list[str], *arguments: object, **env: str) -> subprocess.Popen[str]:
         drop = re.compile(r"HORA_|OMPI_COMM_|PMIX_|SLURM_|RANK$|WORLD_SIZE$|MASTER_")
@@ -38,6 +40,7 @@ class Started:
             env={key: value for key, value in os.environ.items() if not drop.match(key)}
             | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
             | {"PYTHONPATH": os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])}
+            | {"TMPDIR": str(self._folder)}
             | env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -79,8 +82,8 @@ def _said_by(task: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture
-def started() -> Iterator[Started]:
-    started = Started()
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    started = Started(tmp_path_factory.mktemp("tmp"))
     yield started
     started.end()
 
@@ -148,9 +151,9 @@ def test_dataloader_workers_do_not_hide_the_death_of_the_rank_that_hosts_the_coo
 
 
 @pytest.fixture(scope="module")
-def mpi() -> str:
+def mpi(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What both ranks say who reduce and send through MPI."""
-    started = Started()
+    started = Started(tmp_path_factory.mktemp("mpi"))
     try:
         code, out = started.run(MPIRUN, "mpi.py", HORA_STRATEGY="engine:backend=mpi")
         assert code == 0, out
