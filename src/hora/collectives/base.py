@@ -25,6 +25,7 @@ from ..transport import Handle, Registered, Transport
 from ..transport.base import CAME, COLLECTIVES, POINT_TO_POINT
 from . import auto, engine, halving, moves, ring, shared, star, tree
 from .accord import Accord, Plan
+from .handles import Outside, Pending, Transit, deliver, received
 from .reduction import Operation, check_dtype, check_tensor, operation_for
 
 log = logging.getLogger(__name__)
@@ -41,86 +42,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "engine": engine.all_reduce,
     "auto": auto.all_reduce,
 }
-
-
-class Pending:
-    """A call under way on the group's thread. `wait()` returns its result or raises what went wrong."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._finished = threading.Event()
-        self._seen = False
-        self.inference = False
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-    @property
-    def done(self) -> bool:
-        return self._finished.is_set()
-
-    def wait(self) -> Any:
-        self._finished.wait()
-        self._seen = True
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    @property
-    def unseen(self) -> BaseException | None:
-        """What went wrong, if nobody has waited for it."""
-        return None if self._seen else self._error
-
-    def _run(self, work: Callable[[], Any]) -> None:
-        try:
-            self._result = work()
-        except BaseException as error:
-            self._error = error
-        self._finished.set()
-
-
-class Transit:
-    """A point-to-point transfer under way; `wait()` returns the tensor."""
-
-    def __init__(self, handle: Handle, tensor: torch.Tensor, finish: Callable[[], None] | None) -> None:
-        self._handle = handle
-        self._tensor = tensor
-        self._finish = finish
-
-    @property
-    def done(self) -> bool:
-        return self._handle.done
-
-    def wait(self) -> torch.Tensor:
-        self._handle.wait()
-        if self._finish:
-            self._finish()
-            self._finish = None
-        return self._tensor
-
-
-class Outside:
-    """What `new_group` gives a rank that it left out: false in a condition, and every call on it says why not."""
-
-    def __init__(self, rank: int, ranks: list[int]) -> None:
-        self.rank = None
-        self.size = len(ranks)
-        self._text = f"rank {rank} is not in this group of ranks {ranks}: make the call under `if group:`"
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        raise ValueError(self._text)
-
-
-def _received(tensor: torch.Tensor, finish: Callable[[], None] | None) -> Callable[[], None]:
-    def done() -> None:
-        if finish:
-            finish()
-        elif not tensor.is_inference():
-            increment_version(tensor)
-
-    return done
 
 
 class Group:
@@ -317,7 +238,7 @@ class Group:
         flat, finish = self._flat(tensor)
         stamp = self._letter(source, self.rank, tensor, name)
         handle = self.transport.recv(source, flat, POINT_TO_POINT, stamp)
-        return self._transit(handle, tensor, _received(tensor, finish), wait)
+        return self._transit(handle, tensor, received(tensor, finish), wait)
 
     def new_group(self, ranks: Sequence[int], transport: str = "auto") -> Any:
         """A group of some of these ranks. Every rank of this group calls it; those left out get an `Outside`."""
@@ -466,7 +387,7 @@ class Group:
                 return self.perform(plan, argument)
         if isinstance(argument, torch.Tensor) and argument.is_cuda:
             torch.cuda.current_stream(argument.device).synchronize()  # the thread has a stream of its own
-        pending = Pending(self)
+        pending = Pending()
         pending.inference = torch.is_inference_mode_enabled()
         with self._turn:
             self._outstanding += 1
@@ -538,7 +459,7 @@ class Group:
         if not handle.done:  # it goes on while its rank does something else, a collective perhaps
             if self._letters is None:
                 self._letters = queue.SimpleQueue()
-                threading.Thread(target=_deliver, args=(self._letters,), name="hora-letters", daemon=True).start()
+                threading.Thread(target=deliver, args=(self._letters,), name="hora-letters", daemon=True).start()
             self._letters.put(handle)
         return transit
 
@@ -566,12 +487,6 @@ class Group:
         self._staging = None
         if self._closed:
             self._closed()
-
-
-def _deliver(letters: queue.SimpleQueue[Handle | None]) -> None:
-    while (handle := letters.get()) is not None:
-        with contextlib.suppress(HoraError):  # whoever waits for it is told
-            handle.wait()
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

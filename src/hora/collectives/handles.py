@@ -1,0 +1,100 @@
+"""What calls hand out besides tensors: handles of work under way, and what stands for a group one is not in."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..errors import HoraError
+from ..transport import Handle
+
+
+class Pending:
+    """A call under way on the group's thread. `wait()` returns its result or raises what went wrong."""
+
+    def __init__(self) -> None:
+        self._finished = threading.Event()
+        self._seen = False
+        self.inference = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def wait(self) -> Any:
+        self._finished.wait()
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    @property
+    def unseen(self) -> BaseException | None:
+        """What went wrong, if nobody has waited for it."""
+        return None if self._seen else self._error
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+        self._finished.set()
+
+
+class Transit:
+    """A point-to-point transfer under way; `wait()` returns the tensor."""
+
+    def __init__(self, handle: Handle, tensor: torch.Tensor, finish: Callable[[], None] | None) -> None:
+        self._handle = handle
+        self._tensor = tensor
+        self._finish = finish
+
+    @property
+    def done(self) -> bool:
+        return self._handle.done
+
+    def wait(self) -> torch.Tensor:
+        self._handle.wait()
+        if self._finish:
+            self._finish()
+            self._finish = None
+        return self._tensor
+
+
+class Outside:
+    """What `new_group` gives a rank that it left out: false in a condition, and every call on it says why not."""
+
+    def __init__(self, rank: int, ranks: list[int]) -> None:
+        self.rank = None
+        self.size = len(ranks)
+        self._text = f"rank {rank} is not in this group of ranks {ranks}: make the call under `if group:`"
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(self._text)
+
+
+def received(tensor: torch.Tensor, finish: Callable[[], None] | None) -> Callable[[], None]:
+    def done() -> None:
+        if finish:
+            finish()
+        elif not tensor.is_inference():
+            increment_version(tensor)
+
+    return done
+
+
+def deliver(letters: queue.SimpleQueue[Handle | None]) -> None:
+    while (handle := letters.get()) is not None:
+        with contextlib.suppress(HoraError):  # whoever waits for it is told
+            handle.wait()
