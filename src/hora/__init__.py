@@ -24,7 +24,9 @@ if TYPE_CHECKING:
         send,
     )
     from .collectives.base import Group
+    from .data import Shard
     from .errors import HoraError, Mismatch, PeerLost, Timeout, Unauthorized
+    from .helpers import EarlyStopping, clip_grad_norm_, scale_lr
     from .job import Job, init
     from .strategies import Auto, Engine, Halving, Ring, Shared, Star, Tree
 
@@ -33,6 +35,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "job": ("Job", "init"),
     "collectives": ("Group",),
+    "data": ("Shard",),
+    "helpers": ("EarlyStopping", "clip_grad_norm_", "scale_lr"),
     "calls": (
         "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
         "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send",
@@ -42,9 +46,11 @@ _HOMES = {
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [ "Auto", "Engine", "Group", "Halving", "HoraError", "Job", "Mismatch", "PeerLost", "Ring", "Shared",
-"Star", "Timeout", "Tree", "Unauthorized", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
-"init", "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send",
+__all__ = [
+    "Auto", "EarlyStopping", "Engine", "Group", "Halving", "HoraError", "Job", "Mismatch", "PeerLost", "Ring", "Shard",
+    "Shared", "Star", "Timeout", "Tree", "Unauthorized", "all_gather", "all_reduce", "all_to_all", "barrier",
+    "broadcast", "clip_grad_norm_", "gather", "init", "new_group", "recv", "reduce", "reduce_scatter", "scale_lr",
+    "scatter", "send",
 ]  # fmt: skip
 
 

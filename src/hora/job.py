@@ -12,20 +12,26 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 import torch
 
-from . import strategies
+from . import saving, strategies
 from .collectives.base import Group
 from .coordinator import Client, Member
+from .data import Shard, View, shard
 from .errors import HoraError, PeerLost
 from .launch import environment
 from .launch.codes import ECHO_EXIT
 from .launch.environment import Identity
 from .launch.meeting import Meeting, meet
+from .progress import Progress
 from .strategies import Auto, Engine, Strategy
+from .strategies.sync import Traffic
+from .training import Training
 from .world import World
 
 log = logging.getLogger(__name__)
@@ -42,14 +48,19 @@ class Job:
     `rank` and `size` count the workers, `local_rank` those on this host; `group` is all of them together.
     """
 
-    def __init__(self, identity: Identity, meeting: Meeting, world: World, strategy: Strategy) -> None:
+    def __init__(
+        self, identity: Identity, meeting: Meeting, world: World, strategy: Strategy, on_nonfinite: str | None = None
+    ) -> None:
         self.rank = identity.rank
         self.size = identity.size
         self.local_rank = identity.local_rank
         self.role = identity.role
-        self.step = 0
         self.strategy = strategy
         self.group: Group = world.group
+        self.training = Training(world.group, meeting.control, strategy, on_nonfinite)
+        self.training.max_steps = identity.max_steps
+        self.training.stop_reason = lambda: world.stop_reason
+        self._progress = Progress()
         self.pid = os.getpid()
         self.launcher = identity.launcher
         self._meeting = meeting
@@ -67,6 +78,102 @@ class Job:
             return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         return torch.device("cpu")
 
+    @property
+    def step(self) -> int:
+        """How many steps the first optimizer has taken."""
+        return self.training.step
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all workers have agreed to stop; loaders and `epochs` end by themselves then."""
+        return self.training.stopped()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What communication has cost this worker since `traffic.reset()`."""
+        sync = self.training.sync
+        if sync is None:
+            raise HoraError("job.traffic comes after job.prepare()")
+        return sync.traffic
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, model: Any, optimizer: Any, *, scheduler: Any = None, scaler: Any = None) -> None:
+        """From now on the workers train this model together, as the strategy says. Collective, once.
+
+        The objects stay what they are: nothing is wrapped or renamed, and the loop is written as for one process. All
+        workers start from rank 0's parameters and buffers. Where there are several models or optimizers, give lists.
+        A `scheduler` given here is saved with checkpoints; with a `scaler` a step that overflows on one worker is
+        skipped on all.
+        """
+        self.training.prepare(model, optimizer, scheduler, scaler)
+
+    def shard(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        global_batch: int | None = None,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+    ) -> Shard:
+        """A loader that gives this worker its part of every global batch: every sample once per epoch, none twice.
+
+        `data` is a dataset, with `batch_size` per worker or `global_batch` for all together, or a DataLoader, whose
+        options are taken over. The k-th global batch depends on seed, epoch and its size, not on the number of workers.
+        """
+        made = shard(
+            data,
+            self.training,
+            batch_size=batch_size,
+            global_batch=global_batch,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+        )
+        return self.training.adopt(made)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """0 to count − 1; after `restore` from where the run stood; ends early when the workers have agreed to stop."""
+        return self.training.epochs(count)
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """What to show of this step: numbers, or tensors of one element, which are read only when they are shown."""
+        self._progress.log(values, self.training, show=self.rank == 0)
+
+    def stop(self, reason: str) -> None:
+        """Asks all workers to leave their loops. They do so after the same step; rank 0 says why."""
+        self.training.stop(reason)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Inside it backward() synchronises nothing: gradients pile up for the next backward() outside."""
+        return self.training.accumulate()
+
+    def weight(self, count: float) -> None:
+        """This batch stands for `count` samples, say its tokens, instead of its length. Before backward()."""
+        self.training.weight(count)
+
+    def ledger(self) -> View:
+        """Which batches of the epoch are done, and what this worker holds; of the first loader. Print it."""
+        if not self.training.shards:
+            raise HoraError("no ledger yet: job.shard(…) makes one")
+        return self.training.shards[0].view()
+
+    def save(self, directory: str | os.PathLike[str], *, keep: int = 2) -> str:
+        """Writes `directory/step-N`, atomically, and keeps the newest `keep`; its path. Every worker calls it."""
+        return saving.save(self.training, self.group, os.fspath(directory), self.strategy.spell(), keep)
+
+    def restore(self, directory: str | os.PathLike[str]) -> int | None:
+        """Goes on from the newest valid checkpoint there, also of another number of workers: its step, or None."""
+        return saving.restore(self.training, self.group, os.fspath(directory))
+
     def close(self) -> None:
         """Leaves the run. Called at exit; calling it again does nothing."""
         global _current
@@ -75,6 +182,7 @@ class Job:
         self._closed = True
         if _current is self:
             _current = None
+        self._progress.close(self.training)
         if not self._failed:
             with contextlib.suppress(HoraError):
                 self._meeting.control.leave()
@@ -95,12 +203,19 @@ class Job:
                 self._meeting.control.fail(reason)
 
 
-def init(strategy: str | Strategy | None = None, *, transport: str = "auto", timeout_s: float | None = None) -> Job:
+def init(
+    strategy: str | Strategy | None = None,
+    *,
+    on_nonfinite: str | None = None,
+    transport: str = "auto",
+    timeout_s: float | None = None,
+) -> Job:
     """Joins the run; blocks until all ranks are there. Alone, without a launcher, it is a world of one.
 
     `strategy` is the script's default, as text ("ring") or as a dataclass (hora.Ring()); the command line's beats it.
-    `transport` is auto, shm, tcp or engine. `timeout_s` is how long a rank that is alive but slow is waited for. A
-    second call returns the same job.
+    `on_nonfinite` says what a NaN or an infinity in a gradient does: 'raise', naming rank and parameter, or 'skip' that
+    step on every worker; without it: raise, or skip when a scaler was given to `prepare`. `transport` is auto, shm, tcp
+    or engine. `timeout_s` is how long a rank that is alive but slow is waited for. A second call returns the same job.
     """
     global _current
     if _current is not None:
@@ -111,6 +226,8 @@ def init(strategy: str | Strategy | None = None, *, transport: str = "auto", tim
     if owner is not None and owner != os.getpid():
         raise HoraError(_CHILD.format(pid=owner))
     identity = environment.read()
+    if on_nonfinite not in (None, "raise", "skip"):
+        raise ValueError(f"on_nonfinite={on_nonfinite!r} is unknown; there are: raise, skip")
     chosen = _choose(strategy, identity)
     limit = identity.timeout_s or timeout_s or TIMEOUT_S
     meeting = meet(identity)
@@ -130,7 +247,7 @@ def init(strategy: str | Strategy | None = None, *, transport: str = "auto", tim
         deterministic=isinstance(chosen, Auto) and chosen.deterministic,
         under_mpirun=identity.launcher == "mpirun",
     )
-    job = _current = Job(identity, meeting, world, chosen)
+    job = _current = Job(identity, meeting, world, chosen, on_nonfinite)
     if identity.launcher != "alone":
         environment.take_rank()
         _keep_scratch(identity.scratch)

@@ -13,7 +13,7 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -349,9 +349,25 @@ class Group:
         except ValueError:
             raise  # the caller's mistake, refused by every rank before a message of it left
         except BaseException as error:
-            words = f"{plan.text} ended on {self.transport.name_of(self.rank)} with {type(error).__name__}: {error}"
-            self.accord.break_off(error if isinstance(error, HoraError) else HoraError(words))
+            self._break_off(plan.text, error)
             raise
+
+    def announce(self, text: str) -> None:
+        """Begins a call that is made of many parts, `text`; its parts carry its stamp, and it ends with the next."""
+        self.accord.begin(self._plan(("announced", text, None), text, lambda _: None))
+
+    @contextlib.contextmanager
+    def part(self) -> Iterator[None]:
+        """Around each part of an announced call: what goes wrong here ends the group on every rank."""
+        try:
+            yield
+        except BaseException as error:
+            self._break_off(self.accord.doing(), error)
+            raise
+
+    def _break_off(self, doing: str, error: BaseException) -> None:
+        words = f"{doing} ended on {self.transport.name_of(self.rank)} with {type(error).__name__}: {error}"
+        self.accord.break_off(error if isinstance(error, HoraError) else HoraError(words))
 
     # -- planning and issuing --------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ class Pending:
         self._finished = threading.Event()
         self._seen = False
         self.inference = False
+        self.seconds = 0.0  # how long the work took, once it is done
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -42,10 +44,12 @@ class Pending:
         return None if self._seen else self._error
 
     def _run(self, work: Callable[[], Any]) -> None:
+        begin = time.perf_counter()
         try:
             self._result = work()
         except BaseException as error:
             self._error = error
+        self.seconds = time.perf_counter() - begin
         self._finished.set()
 
 

@@ -102,6 +102,12 @@ def hora(ctx: click.Context) -> None:
     help="Parameter servers besides the ranks, for strategies that use them, e.g. --servers 2. Without it: 0.",
 )
 @click.option(
+    "--max-steps",
+    type=_Whole(),
+    metavar="N",
+    help="All workers leave their loops after N steps of the optimizer, e.g. --max-steps 100.",
+)
+@click.option(
     "--log-dir",
     metavar="DIR",
     help="Also keep each rank's output, byte for byte, in DIR/rank-0.out and DIR/rank-0.err, e.g. --log-dir logs.",
@@ -141,6 +147,7 @@ def run(
     size: int,
     strategy: str | None,
     servers: int,
+    max_steps: int | None,
     log_dir: str | None,
     timeout_s: float | None,
     bind: str,
@@ -163,6 +170,7 @@ def run(
             servers=servers,
             strategy=parse(strategy) if strategy is not None else None,
             timeout_s=timeout_s,
+            max_steps=max_steps,
             bind=bind,
             name=name,
             run_dir=run_dir,
@@ -201,6 +209,7 @@ def bench(ctx: click.Context) -> None:
 
     \b
       hora bench allreduce -n 2
+      hora bench train -n 2 --model mlp
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -237,9 +246,46 @@ def allreduce(
         raise click.UsageError(str(error)) from None
 
 
+@bench.command()
+@click.option("-n", "size", type=_Whole(), default=2, help="How many ranks, e.g. -n 4. Without it: 2.")
+@click.option(
+    "--model",
+    type=click.Choice(["mlp", "gpt", "cnn"]),
+    default="mlp",
+    help="What is trained, e.g. --model gpt. Without it: mlp.",
+)
+@click.option("--steps", type=_Whole(), default=5, help="Steps of each in a round, e.g. --steps 10. Without it: 5.")
+@click.option("--rounds", type=_Whole(), default=10, help="Rounds of all in turn, e.g. --rounds 20. Without it: 10.")
+@click.option("--only", metavar="NAMES", help="Measure only these, e.g. --only independent,ddp/gloo,shared.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Measure every strategy, not only the telling ones, e.g. -n 4 --all."
+)
+@click.option(
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+)
+def train(
+    size: int, model: str, steps: int, rounds: int, only: str | None, everything: bool, json_path: str | None
+) -> int:
+    """A training step of plain PyTorch, of DDP on Gloo, and of Hora's strategies, interleaved in one run.
+
+    \b
+      hora bench train -n 2 --model mlp --json out.jsonl
+    """
+    from hora.bench import train as training
+
+    if only is not None and everything:
+        raise click.UsageError("--only and --all contradict each other; give one of them")
+    names = [name.strip() for name in only.split(",") if name.strip()] if only is not None else None
+    try:
+        those = training.choose(size, names, everything=everything)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    return training.main(those, model, steps, rounds, json_path)
+
+
 @hora.command()
 def demo() -> int:
-    """Show the schedules of the algorithms, then really run four ranks.
+    """Train handwritten digits with one worker and with several, under every strategy, and compare.
 
     \b
       hora demo

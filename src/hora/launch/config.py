@@ -31,6 +31,7 @@ class RunConfig:
     servers: int = 0
     strategy: Strategy | None = None
     timeout_s: float | None = None
+    max_steps: int | None = None
     bind: str = LOOPBACK
     name: str | None = None
     run_dir: str | None = None

@@ -29,6 +29,7 @@ class Identity:
     address: str = ""
     strategy: str | None = None
     timeout_s: float | None = None
+    max_steps: int | None = None
     bind: str = "127.0.0.1"
     token_fd: int | None = None
     token_file: str = ""
@@ -135,6 +136,7 @@ def _with_settings(identity: Identity, env: Mapping[str, str]) -> Identity:
         identity,
         strategy=env.get("HORA_STRATEGY"),
         timeout_s=_seconds(env, "HORA_TIMEOUT_S"),
+        max_steps=_int(env, "HORA_MAX_STEPS") if "HORA_MAX_STEPS" in env else None,
         bind=env.get("HORA_BIND", identity.bind),
         token_file=env.get("HORA_TOKEN_FILE", ""),
     )

@@ -18,6 +18,7 @@ NAMES = (
     "HORA_TOKEN_FD",
     "HORA_STRATEGY",
     "HORA_TIMEOUT_S",
+    "HORA_MAX_STEPS",
     "HORA_BIND",
     "HORA_PID",
     "HORA_SCRATCH",
@@ -53,6 +54,8 @@ def environment(
         env["HORA_STRATEGY"] = config.strategy.spell()
     if config.timeout_s is not None:
         env["HORA_TIMEOUT_S"] = f"{config.timeout_s:g}"
+    if config.max_steps is not None:
+        env["HORA_MAX_STEPS"] = str(config.max_steps)
     return env
 
 

@@ -3,13 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from .base import Strategy
 
+if TYPE_CHECKING:
+    from ..roster import Roster
+    from .sync import Sync
+
+BUCKET_BYTES = 4 << 20
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Auto(Strategy):
+class AllReduce(Strategy):
+    """What the family has in common.
+
+    `update`: replicated (every worker updates all parameters) or sharded (each its share, with optimizer state only for
+    that). `overlap`: gradients travel in buckets of `bucket_bytes` while backward goes on. `sync_buffers`: whose
+    buffers (BatchNorm's statistics) count after a step: rank0's, or the mean.
+    """
+
+    update: str = "replicated"
+    overlap: bool = True
+    bucket_bytes: int = BUCKET_BYTES
+    sync_buffers: str = "rank0"
+
+    def __post_init__(self) -> None:
+        if self.update not in ("replicated", "sharded"):
+            raise ValueError(f"update={self.update!r} is unknown; there are: replicated, sharded")
+        if self.sync_buffers not in ("rank0", "mean"):
+            raise ValueError(f"sync_buffers={self.sync_buffers!r} is unknown; there are: rank0, mean")
+        if self.bucket_bytes < 1024:
+            raise ValueError(f"bucket_bytes takes a number of bytes of at least 1024, not {self.bucket_bytes}")
+
+    def sync(self, roster: Roster) -> Sync:
+        if self.update == "sharded":
+            from .sharded import Sharded
+
+            return Sharded(roster, self)
+        from .replicated import Replicated
+
+        return Replicated(roster, self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Auto(AllReduce):
     """Rank 0 picks the algorithm by size, place and measurement; `deterministic` uses fixed thresholds instead."""
 
     name: ClassVar[str] = "auto"
@@ -17,47 +55,48 @@ class Auto(Strategy):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ring(Strategy):
+class Ring(AllReduce):
     """Scatter-reduce, then all-gather, between neighbours: the least data per rank, for large tensors."""
 
     name: ClassVar[str] = "ring"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tree(Strategy):
+class Tree(AllReduce):
     """Up a binary tree and down again: few steps of the whole vector, for small tensors."""
 
     name: ClassVar[str] = "tree"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Halving(Strategy):
+class Halving(AllReduce):
     """Recursive halving, then doubling: as few steps as the tree, as little data as the ring."""
 
     name: ClassVar[str] = "halving"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Star(Strategy):
+class Star(AllReduce):
     """Everyone to rank 0 and back: the baseline whose root grows with the number of ranks."""
 
     name: ClassVar[str] = "star"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shared(Strategy):
+class Shared(AllReduce):
     """On one host: each rank reduces its share straight out of its peers' memory."""
 
     name: ClassVar[str] = "shared"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Engine(Strategy):
+class Engine(AllReduce):
     """The engine's own all-reduce: `backend` is gloo, nccl or mpi; auto takes nccl for CUDA tensors, else gloo."""
 
     name: ClassVar[str] = "engine"
     backend: str = "auto"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.backend not in ("auto", "gloo", "nccl", "mpi"):
             raise ValueError(f"engine backend {self.backend!r} is unknown; there are: auto, gloo, nccl, mpi")

@@ -1,14 +1,19 @@
 """Strategy: how workers come to agree on the parameters, chosen by one word.
 
 A strategy is a frozen dataclass whose fields are its options. Its spelling on the command line is derived from it,
-`name:field=value,field=value`, so there is one place where an option is named, typed, checked and explained.
+`name:field=value,field=value`, so there is one place where an option is named, typed, checked and explained. What it
+does to a model in training is its Sync (sync.py), which it makes when `job.prepare` asks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from ..roster import Roster
+    from .sync import Sync
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +26,10 @@ class Strategy:
     @property
     def algorithm(self) -> str:
         return self.name
+
+    def sync(self, roster: Roster) -> Sync:
+        """The strategy at work on these models and optimizers; not yet bound to a group."""
+        raise NotImplementedError  # each family says how
 
     def spell(self) -> str:
         """The command-line spelling that parses back to this strategy; options at their default are left out."""

@@ -153,7 +153,8 @@ class Registered(abc.ABC):
 
     `mine` is this rank's part, `peers[r]` rank r's (one's own included). `whole` shows the parts' shares side by
     side, as one contiguous tensor without a copy: its elements in `shares[r]` are those of rank r's part, so what
-    each rank writes into its own share of its own part is there for all to read. Shares are whole pages. A rank's
+    each rank writes into its own share of its own part is there for all to read. Shares are whole pages. `span` is
+    all parts in a row, as bytes, for memory that belongs to everybody. A rank's
     flag only grows. `signal(value, stamp)` raises mine after everything I wrote before is visible; `await_all(value)`
     returns once every rank's flag has reached `value`. The memory belongs to one generation and is never used again.
 
@@ -166,6 +167,7 @@ class Registered(abc.ABC):
     mine: torch.Tensor
     peers: list[torch.Tensor]
     whole: torch.Tensor
+    span: torch.Tensor
     shares: list[tuple[int, int]]
     name: str = ""
     turn: int = 0  # how many times this memory has been through a collective; the same on every rank
@@ -178,6 +180,10 @@ class Registered(abc.ABC):
 
     @abc.abstractmethod
     def await_all(self, value: int) -> None: ...
+
+    @abc.abstractmethod
+    def reached(self, value: int) -> bool:
+        """Whether every rank's flag has reached `value`. Never blocks."""
 
     def release(self) -> None:
         """I no longer read the last turn's result: the others may overwrite their share of it. Does not block."""

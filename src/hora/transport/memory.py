@@ -121,6 +121,7 @@ class _Parts:
         if size == 1:
             self.peers = [torch.zeros(numel, dtype=dtype)]
             self.whole = self.peers[0]
+            self.span = self.peers[0].view(torch.uint8)
             return
         descriptor = Arena.create(size * part)
         woven = [(rank * part + start, stop - start) for rank, (start, stop) in enumerate(cut)]
@@ -128,6 +129,7 @@ class _Parts:
         os.close(descriptor)
         self.peers = [arena.tensor(rank * part, numel, dtype) for rank in range(size)]
         self.whole = arena.whole(numel, dtype)
+        self.span = arena.tensor(0, size * part, torch.uint8)
 
 
 class MemoryRegistered(Registered):
@@ -137,6 +139,7 @@ class MemoryRegistered(Registered):
         self.peers = parts.peers
         self.mine = parts.peers[transport.rank]
         self.whole = parts.whole
+        self.span = parts.span
         self.shares = parts.shares
 
     def signal(self, value: int, stamp: int | None = None) -> None:
@@ -161,3 +164,7 @@ class MemoryRegistered(Registered):
     def await_all(self, value: int) -> None:
         for peer in range(self._transport.size):
             self.await_signal(peer, value)
+
+    def reached(self, value: int) -> bool:
+        rank = self._transport.rank
+        return all(flag >= value for peer, flag in enumerate(self._parts.flags) if peer != rank)

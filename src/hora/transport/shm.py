@@ -108,6 +108,7 @@ class ShmTransport(Transport):
         memory.peers = [arena.tensor(start, numel, dtype) for start in starts]
         memory.mine = memory.peers[self.rank]
         memory.whole = arena.whole(numel, dtype)
+        memory.span = arena.tensor(header, self.size * part, torch.uint8)
         memory.shares = element_shares(cut, numel, dtype)
         return memory
 
@@ -302,6 +303,10 @@ class ShmRegistered(Registered):
         for peer in self._others:
             if words[self._flag[peer]] < value:
                 self._await(peer, value)
+
+    def reached(self, value: int) -> bool:
+        words = self._words
+        return all(words[flag] >= value for flag in self._other_flags)
 
     def _await(self, peer: int, value: int) -> None:
         transport, words, flag = self._transport, self._words, self._flag[peer]

@@ -1,0 +1,159 @@
+"""`hora bench train`: a training step of plain PyTorch, of DDP and of every strategy, interleaved in one run.
+
+Each contestant is a set of processes of its own, started as its user would start it and running the same loop
+(hora.bench.train_rank). They take turns: R rounds of K steps each, the order rotated from round to round, so that
+what the machine does to one it does to all. A step takes as long as its slowest rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import pathlib
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..launch import codes
+from .train_conductor import LEAVE_S, Answer, Conductor, Contestant
+
+WARM_UP_STEPS = 3
+DEFAULT = (
+    "single", "independent", "independent/kept", "ddp/gloo", "hora/1",
+    "ring", "shared", "shared/sharded", "ring/serial", "shared/serial",
+)  # fmt: skip
+
+Row = dict[str, Any]
+
+
+def contestants(ranks: int) -> dict[str, Contestant]:
+    """Everything that can be measured with so many ranks, by name."""
+    found = [
+        Contestant(name="single", ranks=1),
+        Contestant(name="single/kept", ranks=1, how="kept"),
+        Contestant(name="independent", ranks=ranks),
+        Contestant(name="independent/kept", ranks=ranks, how="kept"),
+        Contestant(name="ddp/gloo", ranks=ranks, how="ddp"),
+        Contestant(name="hora/1", ranks=1, how="hora"),
+    ]
+    strategies = {name: name for name in ("ring", "tree", "halving", "star", "shared", "engine", "auto")}
+    strategies |= {f"{name}/sharded": f"{name}:update=sharded" for name in ("shared", "ring")}
+    strategies |= {f"{name}/serial": f"{name}:overlap=false" for name in ("shared", "ring")}
+    found += [Contestant(name=name, ranks=ranks, how="hora", strategy=text) for name, text in strategies.items()]
+    return {one.name: one for one in found}
+
+
+def choose(ranks: int, names: Sequence[str] | None = None, *, everything: bool = False) -> list[Contestant]:
+    """Those with these names, or the most telling ones, or all. ValueError for a name that does not exist."""
+    there = contestants(ranks)
+    wanted = list(there) if everything else names or DEFAULT
+    for name in wanted:
+        if name not in there:
+            near = difflib.get_close_matches(name, there, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"nothing is called {name!r}; {hint}there are: {', '.join(there)}")
+    return [there[name] for name in dict.fromkeys(wanted)]
+
+
+def main(
+    those: Sequence[Contestant], model: str, steps: int = 5, rounds: int = 10, json_path: str | None = None
+) -> int:
+    """Measures, prints the tables and writes JSON lines; returns the exit code."""
+    rows, failures = measure(those, model, steps, rounds)
+    from . import table, train_table  # they load torch, which nobody should wait for before the contestants start
+
+    train_table.print_steps(rows, f"training step of {model}, one thread per rank, {rounds} rounds of {steps} steps")
+    train_table.print_overheads(rows)
+    print(table.machine_text())
+    if json_path:
+        pathlib.Path(json_path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for failure in failures:
+        print(f"hora bench: {failure}", file=sys.stderr)
+    return codes.SCRIPT_FAILED if failures else codes.OK
+
+
+def measure(those: Sequence[Contestant], model: str, steps: int, rounds: int) -> tuple[list[Row], list[str]]:
+    """Every contestant's row, and what is to be said of those that have none."""
+    turns: dict[str, list[list[Answer]]] = {one.name: [] for one in those}
+    with _ending_on_signals(), tempfile.TemporaryDirectory(prefix="hora-bench-") as folder:
+        conductor = Conductor(those, model, folder)
+        leave_s = 0.0  # whoever interrupts does not want to wait for goodbyes
+        try:
+            _say(f"starting {sum(one.ranks for one in those)} processes")
+            conductor.start()
+            for one in those:
+                conductor.turn(one.name, WARM_UP_STEPS)
+            for round in range(rounds):
+                _say(f"round {round + 1} of {rounds}")
+                first = round % len(those)
+                for one in (*those[first:], *those[:first]):
+                    answers = conductor.turn(one.name, steps)
+                    if answers is not None:
+                        turns[one.name].append(answers)
+            leave_s = LEAVE_S
+        finally:
+            conductor.close(leave_s)
+    rows = [
+        row_of(one, model, conductor.running[one.name].batch_size, turns[one.name])
+        for one in those
+        if conductor.running[one.name].alive
+    ]
+    single = next((row["samples_per_s"] for row in rows if row["name"] == "single"), None)
+    for row in rows:
+        row["efficiency"] = row["samples_per_s"] / (row["ranks"] * single) if single else None
+    return rows, conductor.failures
+
+
+def row_of(one: Contestant, model: str, batch_size: int, turns: Sequence[Sequence[Answer]]) -> Row:
+    """One JSON line. `comm_s` is per step, the mean over ranks; `hidden` the share that training did not wait for."""
+    seconds = sorted(
+        max(step) for ranks in turns for step in zip(*(answer["seconds"] for answer in ranks), strict=True)
+    )
+    answers = [answer for ranks in turns for answer in ranks]
+    comm_s = hidden = None
+    if all("comm_s" in answer for answer in answers):
+        total = sum(answer["comm_s"] for answer in answers)
+        comm_s = total / sum(len(answer["seconds"]) for answer in answers)
+        hidden = 1 - sum(answer["exposed_s"] for answer in answers) / total if total else None
+    median = statistics.median(seconds)
+    return {
+        "name": one.name,
+        "model": model,
+        "ranks": one.ranks,
+        "step_median_s": median,
+        "step_p10_s": seconds[len(seconds) // 10],
+        "step_p90_s": seconds[(len(seconds) * 9) // 10],
+        "comm_s": comm_s,
+        "hidden": hidden,
+        "samples_per_s": one.ranks * batch_size / median,
+        "efficiency": None,
+        "rounds": len(turns),
+        "steps": len(turns[0][0]["seconds"]),
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP, as Ctrl-C does anyway, unwind the stack, so that the contestants are ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(codes.TERMINATED)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

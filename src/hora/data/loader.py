@@ -1,0 +1,369 @@
+"""Shard: a loader that gives this worker its part of every global batch. `job.shard(...)` makes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import operator
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from .ledger import Ledger, Portion, View
+from .source import Cut, Indexed, Source, Stream
+
+log = logging.getLogger(__name__)
+
+
+class Seat(Protocol):
+    """What a loader asks of the job, and tells it. Called by the loop's thread only.
+
+    For every iteration: `enter`; for every portion `stopped`, then `begin` and `finish` around the user's code, or
+    `absent` while training; `leave` once, whatever happens. The same portions come in the same order on every worker,
+    so each of these may meet the others. `leave(finished=False)` is called from inside `break`, or while an exception
+    passes: Python prints what it raises and goes on.
+    """
+
+    rank: int
+    size: int
+
+    def epoch(self) -> int | None:
+        """The epoch of `job.epochs` under way; None outside."""
+
+    def training(self) -> bool:
+        """Whether this loop trains: then a worker without samples takes part in the step."""
+
+    def stopped(self) -> bool:
+        """Whether the loop ends here, before the next batch."""
+
+    def enter(self, loader: Shard) -> None:
+        """An iteration starts."""
+
+    def begin(self, portion: Portion, ledger: Ledger) -> None:
+        """A batch is about to be handed to the user's code. Once its step is taken, `ledger.done` may be told."""
+
+    def finish(self, portion: Portion) -> None:
+        """The user's code came back for the next one."""
+
+    def absent(self, portion: Portion) -> None:
+        """This worker has no samples in this batch. Called only while training."""
+
+    def leave(self, loader: Shard, finished: bool) -> None:
+        """The iteration is over: ran to its end or `stopped` (finished), or user code broke out of it or raised."""
+
+    def share_order(self, indices: torch.Tensor) -> torch.Tensor:
+        """Collective: rank 0's indices, on every rank. int64; lengths may differ between ranks."""
+
+
+class Alone:
+    """The seat of a single worker: nobody to meet."""
+
+    rank = 0
+    size = 1
+
+    def epoch(self) -> int | None:
+        return None
+
+    def training(self) -> bool:
+        return True
+
+    def stopped(self) -> bool:
+        return False
+
+    def enter(self, loader: Shard) -> None:
+        pass
+
+    def begin(self, portion: Portion, ledger: Ledger) -> None:
+        pass
+
+    def finish(self, portion: Portion) -> None:
+        pass
+
+    def absent(self, portion: Portion) -> None:
+        pass
+
+    def leave(self, loader: Shard, finished: bool) -> None:
+        pass
+
+    def share_order(self, indices: torch.Tensor) -> torch.Tensor:
+        return indices
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where an epoch stands: `batch` is the first that is not done; `drawn` the order if a sampler drew it."""
+
+    epoch: int
+    batch: int = 0
+    drawn: torch.Tensor | None = None
+
+
+class Shard:
+    """Iterating it is one epoch: this worker's part of every global batch, collated as torch's DataLoader does.
+
+    The samples of the k-th global batch depend on seed, epoch and `global_batch`, not on the number of workers. The
+    epoch is that of `job.epochs`, outside of it the number of iterations so far. `len()` is the number of global
+    batches, the same on every worker; one that has no samples in a batch is not given it.
+    """
+
+    def __init__(self, source: Source, seat: Seat) -> None:
+        self.dataset = source.dataset
+        self.global_batch = source.cut.global_batch
+        self.seed = source.cut.seed
+        self.shuffle = source.cut.shuffle
+        self.ledger: Ledger | None = None  # of the epoch under way, or of the last
+        self._source = source
+        self._seat = seat
+        self._place = _Place(0)
+        self._next_epoch = 0
+        self._loaded: _Place | None = None
+        self._open = False
+
+    def __repr__(self) -> str:
+        data = type(self.dataset).__name__
+        return f"<hora.Shard of {data}, rank {self._seat.rank} of {self._seat.size}, global batch {self.global_batch}>"
+
+    @property
+    def batch_size(self) -> float:
+        """Samples per worker and batch; a fraction if the workers' parts differ."""
+        share, more = divmod(self.global_batch, self._seat.size)
+        return self.global_batch / self._seat.size if more else share
+
+    def __len__(self) -> int:
+        return self._source.num_batches()
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        if self._open:
+            gc.collect()  # ends an iteration that was abandoned and is kept alive only by a cycle of references
+        if self._open:
+            raise ValueError(
+                "this loader is being iterated already: finish that loop, break out of it or close() its iterator "
+                "first, or make a second loader with job.shard"
+            )
+        seat, place = self._seat, self._start()
+        seat.enter(self)
+        self._open, finished, ended = True, False, False
+        self._loaded, self.ledger, self._place = None, None, place
+        try:
+            ledger, portions, fetch, drawn = self._source.read(seat, place.epoch, place.batch, place.drawn)
+            self.ledger, self._place = ledger, dataclasses.replace(place, drawn=drawn)
+            for portion in portions:
+                if seat.stopped():
+                    break
+                if portion.mine:
+                    batch = fetch()
+                    seat.begin(portion, ledger)
+                    yield batch
+                    ledger.done(portion)
+                    seat.finish(portion)
+                else:
+                    if seat.training():
+                        seat.absent(portion)
+                    ledger.done(portion)
+            else:
+                ended = True
+            finished = True
+        finally:
+            self._next_epoch = place.epoch + 1
+            self._place = _Place(self._next_epoch) if ended else self._standing()
+            if self.ledger is not None:
+                self.ledger.release()
+            self._open = False
+            seat.leave(self, finished)
+
+    def state(self) -> dict[str, Any]:
+        """Where the epoch stands, as JSON can hold it: {"epoch": e, "batch": k}, and "order" if a sampler drew it.
+
+        Batches before k are done. After the end of an epoch it is batch 0 of the next; after a break or a stop it is
+        where that happened, although the next iteration in this process is a new epoch.
+        """
+        place = self._loaded or self._standing()
+        state: dict[str, Any] = {"epoch": place.epoch, "batch": place.batch}
+        if place.drawn is not None:
+            state["order"] = place.drawn.tolist()
+        return state
+
+    def resize(self, global_batch: int) -> None:
+        """Cuts epochs into batches of this size from now on: a restored run keeps its own, on any number of workers."""
+        if self._open:
+            raise ValueError("this loader is being iterated: restore before its loop begins")
+        self.global_batch = _whole("global_batch", global_batch, 1)
+        self._source.cut = dataclasses.replace(self._source.cut, global_batch=self.global_batch)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The next iteration goes on where `state` was taken; from the beginning if it is of another epoch."""
+        try:
+            epoch, batch = _whole("epoch", state["epoch"], 0), _whole("batch", state["batch"], 0)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{str(state)[:80]} is no state of a loader: give back what state() returned") from None
+        drawn = state.get("order")
+        if drawn is not None and not self._source.draws:
+            raise ValueError("the state holds what a sampler drew, and this loader has none: load it into its like")
+        if drawn is None and batch and self._source.draws:
+            raise ValueError("the state holds no order, and this loader's sampler draws one: load it into its like")
+        self._loaded = _Place(
+            epoch, batch, None if drawn is None else torch.tensor(drawn, dtype=torch.int64, device="cpu")
+        )
+        self.ledger = self.ledger if self._open else None
+
+    def view(self) -> View:
+        """The ledger of the epoch under way, or else of the last one, to be printed; before it, what is to come."""
+        if self.ledger is not None:
+            return self.ledger.view()
+        return self._source.ledger(self._seat.rank, self._seat.size, (self._loaded or self._place).batch).view()
+
+    def _start(self) -> _Place:
+        epoch = self._seat.epoch()
+        if self._loaded is not None and epoch in (None, self._loaded.epoch):
+            return self._loaded
+        return _Place(self._next_epoch if epoch is None else epoch)
+
+    def _standing(self) -> _Place:
+        if self._open and self.ledger is not None:
+            return dataclasses.replace(self._place, batch=self.ledger.view().num_done)
+        return self._place
+
+
+# What torch's DataLoader is asked for, apart from how it cuts the samples into batches.
+_OPTIONS = (
+    "dataset",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
+
+
+def shard(
+    data: Any,
+    seat: Seat,
+    *,
+    batch_size: int | None = None,
+    global_batch: int | None = None,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    drop_last: bool = False,
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    pin_memory: bool = False,
+) -> Shard:
+    """A loader of this worker's part of `data`: a dataset, with len() and samples by number; a stream; or a DataLoader.
+
+    A dataset comes with `batch_size`, per worker, or with `global_batch`, all workers together. `shuffle` puts it in an
+    order that depends on `seed` and epoch. A torch DataLoader brings its own options; its random order becomes ours (so
+    its generator is not used), what any other sampler draws on rank 0 is dealt to all. Of a stream, an IterableDataset,
+    every worker reads all and keeps its part. ValueError says what cannot be, and what to do instead.
+    """
+    seed = _whole("seed", seed, None)
+    if isinstance(data, DataLoader):
+        given = {
+            "batch_size": batch_size is not None,
+            "drop_last": drop_last,
+            "num_workers": num_workers != 0,
+            "collate_fn": collate_fn is not None,
+            "pin_memory": pin_memory,
+        }
+        twice = [name for name, is_given in given.items() if is_given]
+        if twice:
+            raise ValueError(
+                f"job.shard got a DataLoader and {', '.join(twice)} too: set that in the DataLoader, "
+                "or give its dataset instead of it"
+            )
+        options = {name: getattr(data, name) for name in _OPTIONS if hasattr(data, name)}
+        sampler, batch_size, drop_last = _batching(data)
+        if global_batch is not None:
+            batch_size = None
+    else:
+        options = {"dataset": data, "num_workers": _whole("num_workers", num_workers, 0)}
+        options |= {"collate_fn": collate_fn, "pin_memory": pin_memory}
+        sampler = None
+    if (batch_size is None) == (global_batch is None):
+        raise ValueError(
+            "job.shard needs either batch_size, per worker, or global_batch, all workers together: "
+            f"{'neither was' if batch_size is None else 'both were'} given, so say job.shard(dataset, batch_size=64)"
+        )
+    if batch_size is not None:
+        global_batch = _whole("batch_size", batch_size, 1) * seat.size
+    cut = Cut(
+        global_batch=_whole("global_batch", global_batch, 1), drop_last=drop_last, shuffle=bool(shuffle), seed=seed
+    )
+    if isinstance(options["dataset"], IterableDataset):
+        return Shard(_stream(options, cut), seat)
+    return Shard(_indexed(options, cut, sampler, shuffle, seat), seat)
+
+
+def _stream(options: dict[str, Any], cut: Cut) -> Stream:
+    name = type(options["dataset"]).__name__
+    if cut.shuffle:
+        raise ValueError(f"shuffle=True cannot reorder a stream ({name}): shuffle inside its __iter__, by a fixed seed")
+    if options["num_workers"] > 1:
+        raise ValueError(
+            f"num_workers={options['num_workers']} would read the stream ({name}) once per process: "
+            "give num_workers=1, or 0"
+        )
+    return Stream(options, cut)
+
+
+def _indexed(options: dict[str, Any], cut: Cut, sampler: Any, shuffle: bool | None, seat: Seat) -> Indexed:
+    dataset = options["dataset"]
+    if sampler is None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ValueError(
+            f"job.shard cannot deal the samples of a {type(dataset).__name__}: give a dataset with __len__ and "
+            "__getitem__, a torch IterableDataset or a torch DataLoader"
+        )
+    if sampler is None:
+        return Indexed(options, cut, dataset, draws=False)
+    if type(sampler) is SequentialSampler:
+        return Indexed(options, cut, sampler, draws=False)
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+        return Indexed(options, dataclasses.replace(cut, shuffle=shuffle is not False), sampler, draws=False)
+    if isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            "the DataLoader has a DistributedSampler, and Hora deals the samples itself: "
+            "give the DataLoader without it, with shuffle=True if they should be shuffled"
+        )
+    name = type(sampler).__name__
+    if shuffle is not None:
+        raise ValueError(f"shuffle={shuffle} has no effect on the order that {name} draws: leave one of the two out")
+    if not hasattr(sampler, "__len__"):
+        raise ValueError(f"nobody knows how many samples {name} draws for an epoch: give it a __len__")
+    if seat.rank == 0:
+        log.info("%s: rank 0 draws the samples of every epoch, and all workers share them", name)
+    return Indexed(options, cut, sampler, draws=True)
+
+
+def _batching(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
+    """The sampler of a DataLoader, its batch size and drop_last."""
+    if not getattr(loader, "in_order", True):
+        raise ValueError("in_order=False would mix up the batches of different steps: leave it out of the DataLoader")
+    batches = loader.batch_sampler
+    if batches is None:
+        raise ValueError(
+            "the DataLoader has batch_size=None, so Hora cannot tell how many samples a batch has: "
+            "give it a batch_size and let the dataset give single samples"
+        )
+    if type(batches) is not BatchSampler:
+        raise ValueError(
+            f"the DataLoader has a batch_sampler of its own ({type(batches).__name__}), which Hora cannot deal: "
+            "give it batch_size and, for its order, a sampler"
+        )
+    return batches.sampler, batches.batch_size, batches.drop_last
+
+
+def _whole(name: str, value: Any, least: int | None) -> int:
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        raise ValueError(f"{name}={value!r}: give a whole number{'' if least is None else f', {least} or more'}")
+    return number

@@ -1,0 +1,58 @@
+"""Progress: what `job.log` shows, one line now and then on rank 0's stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .training import Training
+
+EVERY_S = 1.0
+
+
+class Progress:
+    """Keeps the newest values and shows them at most once per `EVERY_S`, the last ones at the end.
+
+    A tensor is read only when it is shown, so that logging every step forces no device to finish every step.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._shown_at = time.monotonic()
+        self._shown_step = -1
+        self._shown_samples = 0
+        self._show = False
+
+    def log(self, values: Mapping[str, Any], training: Training, show: bool) -> None:
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    raise ValueError(f"job.log: {name} has {value.numel()} elements; give one, its mean() perhaps")
+                self._values[name] = value.detach()
+            elif isinstance(value, bool | int | float):
+                self._values[name] = value
+            else:
+                raise ValueError(f"job.log: {name} is a {type(value).__name__}; give a number or a tensor with one")
+        self._show = show
+        if show and time.monotonic() - self._shown_at >= EVERY_S:
+            self._print(training)
+
+    def close(self, training: Training) -> None:
+        if self._show and self._values and training.step != self._shown_step:
+            self._print(training)
+
+    def _print(self, training: Training) -> None:
+        now = time.monotonic()
+        speed = (training.num_samples - self._shown_samples) / max(1e-9, now - self._shown_at)
+        parts = [f"step {training.step}"]
+        if training.current_epoch is not None:
+            parts.append(f"epoch {training.current_epoch}")
+        parts += [f"{name} {float(value):.4g}" for name, value in self._values.items()]
+        if training.num_samples > self._shown_samples:
+            parts.append(f"{speed:,.0f} samples/s")
+        print("  ".join(parts), file=sys.stderr, flush=True)
+        self._shown_at, self._shown_step, self._shown_samples = now, training.step, training.num_samples

@@ -1,0 +1,167 @@
+"""Saving and restoring a run: what belongs into a checkpoint, gathered from all workers and given back to them.
+
+Rank 0 writes and reads; the others give their part and get theirs. What is written does not depend on the number of
+workers, except for the states of the random generators, of which each worker has its own.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import msgspec
+import safetensors.torch
+import torch
+
+from . import checkpoint, letters
+from .collectives.base import Group
+from .errors import HoraError
+from .training import Training
+
+
+def save(training: Training, group: Group, directory: str, strategy: str, keep: int) -> str:
+    """Collective. Returns the path of the checkpoint; a failure on rank 0 is raised on every rank."""
+    sync = training.sync
+    if sync is None:
+        raise HoraError("job.save() comes after job.prepare(): there is nothing to save yet")
+    group.barrier("job.save")
+    snapshot = sync.snapshot()
+    generators = group.gather(letters.pack(msgspec.msgpack.encode(_generators())), name="random generators")
+    path = problem = ""
+    if generators is not None:
+        try:
+            states, tensors = checkpoint.encode(snapshot.states)
+            loops, loop_tensors = checkpoint.encode(_loop_state(training))
+            record = {
+                "step": training.step,
+                "strategy": strategy,
+                "workers": group.size,
+                "epoch": training.current_epoch,
+                "optimizers": states,
+                "groups": [_groups(optimizer) for optimizer in training.optimizers],
+                "loop": loops,
+                "shards": [{**shard.state(), "global_batch": shard.global_batch} for shard in training.shards],
+            }
+            files = {
+                "model": {**snapshot.parameters, **{f"buffer:{k}": v for k, v in snapshot.buffers.items()}},
+                "optimizer": tensors,
+                "loop": loop_tensors,
+                "rng": {f"rank-{rank}": letter for rank, letter in enumerate(generators)},
+            }
+            path = str(checkpoint.save(directory, training.step, files, record, keep))
+        except (HoraError, ValueError) as error:
+            problem = str(error)
+    path, problem = letters.tell(group, [path, problem], "the checkpoint")
+    if problem:
+        raise HoraError(f"no checkpoint of step {training.step}: {problem}")
+    return path
+
+
+def restore(training: Training, group: Group, directory: str) -> int | None:
+    """Collective. The step of the newest valid checkpoint, whose state everybody now has; None if there is none."""
+    sync = training.sync
+    if sync is None:
+        raise HoraError("job.restore() comes after job.prepare(): there is nothing yet to restore into")
+    found, problem = None, ""
+    if group.rank == 0:
+        try:
+            found = checkpoint.newest(directory)
+        except HoraError as error:
+            problem = str(error)
+    there, problem = letters.tell(group, [found is not None, problem], "a checkpoint?")
+    if problem:
+        raise HoraError(problem)
+    if not there:
+        return None
+    record = letters.tell(group, found.record if found else None, "record")
+    files = {stem: _read(group, found, stem) for stem in ("model", "optimizer", "loop", "rng")}
+    _check_names(sync.roster.names, files["model"])
+    parameters = {name: files["model"][name] for name in sync.roster.names}
+    buffers = {name: files["model"][f"buffer:{name}"] for name in sync.roster.buffers}
+    sync.reload(parameters, buffers)
+    sync.load_states(checkpoint.decode(record["optimizers"], files["optimizer"]))
+    for optimizer, groups in zip(training.optimizers, record["groups"], strict=True):
+        for group_of_parameters, saved in zip(optimizer.param_groups, groups, strict=True):
+            _adopt(group_of_parameters, saved)
+    state = checkpoint.decode(record["loop"], files["loop"])
+    for scheduler, saved in zip(training.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    if training.scaler is not None and state["scaler"]:
+        training.scaler.load_state_dict(state["scaler"])
+    training.step = record["step"]
+    training.resume(record["shards"], record["epoch"])
+    mine = files["rng"].get(f"rank-{group.rank}")
+    if mine is not None:
+        _set_generators(mine)
+    else:  # a worker more than before: a generator of its own, the same in every such run
+        torch.manual_seed(record["step"] * 1_000_003 + group.rank)
+    group.barrier("restored")
+    return int(record["step"])
+
+
+def _check_names(names: list[str], saved: dict[str, torch.Tensor]) -> None:
+    missing = [name for name in names if name not in saved]
+    if missing:
+        raise HoraError(f"the checkpoint has no {missing[0]}: it is of another model")
+
+
+def _loop_state(training: Training) -> dict[str, Any]:
+    scaler = training.scaler.state_dict() if training.scaler is not None else {}
+    return {"schedulers": [scheduler.state_dict() for scheduler in training.schedulers], "scaler": scaler}
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: checkpoint.encode(_number(value))[0] for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _adopt(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    for key, value in saved.items():
+        plain = checkpoint.decode(value, {})
+        if isinstance(group.get(key), torch.Tensor):
+            group[key].fill_(plain)
+        else:
+            group[key] = plain
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _read(group: Group, found: checkpoint.Checkpoint | None, stem: str) -> dict[str, torch.Tensor]:
+    """One file of the checkpoint, read by rank 0 and sent to all: they need not see the same disk."""
+    return safetensors.torch.load(letters.broadcast(group, found.read(stem) if found else b"", f"file {stem}"))
+
+
+# -- random generators -----------------------------------------------------------------------------------------------
+
+
+def _generators() -> dict[str, Any]:
+    """This worker's random generators: torch's, Python's, and numpy's if it is in use."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": letters.unpack(torch.get_rng_state()),
+        "python": [version, list(numbers), gauss],
+        "cuda": [letters.unpack(one) for one in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = [name, keys.tolist(), int(position), int(has_gauss), float(cached)]
+    return state
+
+
+def _set_generators(letter: torch.Tensor) -> None:
+    state = msgspec.msgpack.decode(letters.unpack(letter))
+    torch.set_rng_state(letters.pack(state["torch"]))
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([letters.pack(one) for one in state["cuda"]])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))

@@ -1,0 +1,161 @@
+"""Couriers: how a bucket's gradients get around. Both take buckets in order and have nobody wait until `finish`.
+
+- `Mail`: through registered memory on one host. The training thread itself does what is to be done as soon as its peers
+  have come: with as many workers as cores there is nobody else to do it, and nothing has to be handed over.
+- `Calls`: by the group's collectives, on the group's thread, while the training thread computes.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ..buckets import Bucket
+from ..collectives.base import Group
+from ..collectives.handles import Pending
+from ..collectives.mailbox import Form, Mailbox
+from .sync import Traffic
+
+Culprits = list[tuple[int, int]]  # (rank, parameter)
+
+
+class Courier(abc.ABC):
+    """`views` are the flat gradients of a bucket's segments; the mean lands in them, in place.
+
+    With `keep` every worker gets all of it, without only its own segments.
+    """
+
+    def __init__(self, group: Group, buckets: Sequence[Bucket], keep: bool, traffic: Traffic) -> None:
+        self.group = group
+        self.buckets = buckets
+        self.keep = keep
+        self.traffic = traffic
+
+    @abc.abstractmethod
+    def open(self) -> None:
+        """A new exchange begins."""
+
+    @abc.abstractmethod
+    def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
+        """`scale` is what this worker's gradient counts in the sum."""
+
+    @abc.abstractmethod
+    def finish(self) -> None: ...
+
+    @abc.abstractmethod
+    def culprits(self) -> Culprits:
+        """Whose gradient of which parameter was not finite, as far as this worker can tell; after `finish`."""
+
+
+class Mail(Courier):
+    def __init__(self, group: Group, buckets: Sequence[Bucket], keep: bool, traffic: Traffic) -> None:
+        super().__init__(group, buckets, keep, traffic)
+        forms = [
+            Form(bucket.dtype, bucket.numel, tuple((s.owner, s.offset, s.stop - s.start) for s in bucket.segments))
+            for bucket in buckets
+        ]
+        self._mailbox = Mailbox(group, forms, keep)
+        me = group.rank
+        self._bytes = [
+            bucket.dtype.itemsize * sum(s.stop - s.start for s in bucket.segments if keep or s.owner != me)
+            for bucket in buckets
+        ]
+
+    def open(self) -> None:
+        self.group.announce("the gradients of a backward")
+
+    def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
+        begin = time.perf_counter()
+        with self.group.part():
+            self._mailbox.post(bucket.number, views, scale)
+            self._mailbox.advance()
+        self.traffic.sent_bytes += self._bytes[bucket.number]
+        self._spent(time.perf_counter() - begin)
+
+    def finish(self) -> None:
+        begin = time.perf_counter()
+        with self.group.part():
+            self._mailbox.finish()
+        self._spent(time.perf_counter() - begin)
+
+    def culprits(self) -> Culprits:
+        found = []
+        for number, lane in self._mailbox.suspects():
+            for rank in self._mailbox.culprits(number, lane):
+                found.append((rank, self.buckets[number].segments[lane].index))
+        return found
+
+    def _spent(self, seconds: float) -> None:
+        self.traffic.comm_s += seconds
+        self.traffic.exposed_s += seconds
+
+
+class Calls(Courier):
+    def __init__(
+        self, group: Group, buckets: Sequence[Bucket], keep: bool, traffic: Traffic, algorithm: str, overlap: bool
+    ) -> None:
+        super().__init__(group, buckets, keep, traffic)
+        self._algorithm = algorithm
+        self._overlap = overlap
+        self._flats: dict[int, torch.Tensor] = {}
+        self._under_way: list[tuple[Bucket, Sequence[torch.Tensor], Pending]] = []
+        self._found: Culprits = []
+
+    def open(self) -> None:
+        self._found = []
+        self._sent = sum(self.group.transport.sent_bytes)
+
+    def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
+        begin = time.perf_counter()
+        n = self.group.size
+        if bucket.contiguous and self.keep:
+            flat = views[0]
+        else:
+            if bucket.number not in self._flats:
+                self._flats[bucket.number] = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            flat = self._flats[bucket.number]
+            for segment, view in zip(bucket.segments, views, strict=True):
+                flat[segment.offset : segment.offset + segment.stop - segment.start].copy_(view)
+        self._inspect(bucket, flat, views)  # now: the sum will take its place
+        if scale * n != 1.0:
+            flat.mul_(scale * n)
+        name = f"bucket {bucket.number}"
+        if self.keep:
+            handle = self.group.all_reduce(flat, "mean", self._algorithm, name, wait=False)
+        else:
+            handle = self.group.reduce_scatter(flat.view(n, -1), "mean", name, wait=False)
+        self._under_way.append((bucket, views, handle))
+        if not self._overlap:
+            handle.wait()
+        self.traffic.exposed_s += time.perf_counter() - begin
+
+    def finish(self) -> None:
+        begin = time.perf_counter()
+        for bucket, views, handle in self._under_way:
+            result = handle.wait()
+            self.traffic.comm_s += handle.seconds
+            if self.keep and bucket.contiguous:
+                continue
+            base = 0 if self.keep else self.group.rank * bucket.stride
+            flat = result.view(-1)
+            for segment, view in zip(bucket.segments, views, strict=True):
+                if self.keep or segment.owner == self.group.rank:
+                    at = segment.offset - base
+                    view.copy_(flat[at : at + segment.stop - segment.start])
+        self._under_way.clear()
+        self.traffic.exposed_s += time.perf_counter() - begin
+        self.traffic.sent_bytes += sum(self.group.transport.sent_bytes) - self._sent
+
+    def culprits(self) -> Culprits:
+        return self._found
+
+    def _inspect(self, bucket: Bucket, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        total = flat.sum(dtype=torch.float32 if flat.element_size() < 4 else None)
+        if not math.isfinite(total.item()):
+            for segment, view in zip(bucket.segments, views, strict=True):
+                if not bool(torch.isfinite(view).all()):
+                    self._found.append((self.group.rank, segment.index))

@@ -1,0 +1,500 @@
+"""Replicated: after backward every worker holds the mean gradient and updates all parameters by itself.
+
+One exchange, traced: as backward completes buckets, each is handed to the courier; at its end the rest follows, the
+courier is waited for, sparse gradients are gathered, and the workers take a *census*: one small sum that says which
+gradients anybody had, what everybody's samples weighed, whether somebody met a NaN, wants to stop, or has new buffers.
+
+Weights. A worker's gradient is the mean over its own samples; in the mean over all it counts by their number. `weigh`
+gives 1 to a worker with an average share, so an even deal scales nothing. Several backwards may pile up before an
+exchange, each with its own weight: the pile is kept in units of the newest weight, so each counts by its own. When the
+weights do not add up to what the deal promised (`job.weight` was used), the census corrects the result.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+
+from ..buckets import Backward, Bucket, Lane, plan
+from ..collectives.base import Group
+from ..errors import HoraError, Mismatch, OutOfMemory
+from ..roster import Roster
+from .allreduce import AllReduce
+from .couriers import Calls, Courier, Mail
+from .sync import Halt, Snapshot, Sync, Verdict
+
+log = logging.getLogger(__name__)
+
+CUT_BYTES = 64 << 10  # a smaller gradient is reduced by one rank alone
+ALIGN = 32  # elements: lanes begin on cache lines of their own
+
+WEIGHT, EXPECTED, LOOP, STOP, NONFINITE, BUFFERS, HEAD = range(7)
+
+
+class Replicated(Sync):
+    keep = True
+
+    def __init__(self, roster: Roster, strategy: AllReduce) -> None:
+        super().__init__(roster)
+        self.strategy = strategy
+        self._backward = Backward(roster.parameters, roster.names, self)
+        self._courier: Courier | None = None
+        self._sparse: list[int] = []
+        self._flats: dict[int, torch.Tensor] = {}
+        self._lent: set[int] = set()  # gradients that only others have: zeros stand in for ours
+        self._launched = -1  # buckets on their way, -1 outside of an exchange
+        self._weight = self._expected = 1.0
+        self._pile = [0.0, 0.0]  # weight and expected weight of the backwards since the last exchange
+        self._buffer_versions: list[int] = []
+        self._fresh: set[int] = set()  # optimizers (by id) that have stepped since the last exchange
+        self._verdict = Verdict()
+
+    # -- binding -----------------------------------------------------------------------------------------------------
+
+    def bind(self, group: Group) -> None:
+        if group.size == 1:
+            return  # a group without peers binds no buckets
+        self.roster.agree(group)
+        self.home = group
+        self.group = group.new_group(range(group.size))
+        self._buffer_versions = self.roster.signature()
+        self._backward.hook()
+
+    def unbind(self) -> None:
+        self._backward.unhook()
+        self._backward.disarm()
+        self._courier = None
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+    @property
+    def verdict(self) -> Verdict:
+        return self._verdict
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def weigh(self, weight: float, expected: float) -> None:
+        if weight != self._weight and self._pile[1]:
+            if not weight:
+                raise ValueError("job.weight(0) in the middle of an accumulation: leave that backward() out instead")
+            grads = [p.grad for p in self.roster.parameters if p.grad is not None]
+            torch._foreach_mul_(grads, self._weight / weight)
+        self._weight, self._expected = weight, expected
+
+    def before_forward(self) -> None:
+        if self.group is None or not torch.is_grad_enabled():
+            return
+        if self._backward.running:  # the last one was broken off by an exception that the user caught
+            if self._launched > 0:
+                raise HoraError(
+                    "the last backward() broke off half-way; the other workers still wait for its gradients"
+                )
+            self._backward.forget()
+            self._launched = -1
+        self.roster.check_unchanged()
+        if self._backward.hook():
+            self._disarm()
+
+    def after_forward(self, output: Any) -> None:
+        if self.group is None or not torch.is_grad_enabled():
+            return
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)
+                return
+
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        self._backward.expect_end()
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        if self.strategy.overlap and not self.halted:
+            try:
+                self._begin()
+                self._launch(bucket)
+            except Halt as halt:
+                self.halted = str(halt)
+
+    def after_backward(self) -> None:
+        if self.silent:
+            self._pile[0] += self._weight
+            self._pile[1] += self._expected
+        else:
+            self._exchange()
+
+    def absent_step(self) -> None:
+        if not self._pile[1]:
+            for parameter in self.roster.parameters:
+                parameter.grad = None  # the last step's, which the user's loop would clear only now
+        self._exchange(absent=True)
+
+    def _exchange(self, absent: bool = False) -> None:
+        """Everything that is still to be done until `p.grad` is the mean."""
+        try:
+            if not self.halted:
+                self._carry_out(absent)
+        except Halt as halt:
+            self.halted = str(halt)
+        if self.halted:
+            self.drop()
+
+    def _carry_out(self, absent: bool) -> None:
+        self._begin()
+        assert self._courier is not None
+        if not absent:
+            self._pile[0] += self._weight
+            self._pile[1] += self._expected
+        for bucket in self._backward.buckets[self._launched :]:
+            self._launch(bucket)
+        self._courier.finish()
+        for index in self._sparse:
+            self._exchange_sparse(index)
+        census = self._census()
+        begin = time.perf_counter()
+        self._group.all_reduce(census, name="census")
+        self.traffic.comm_s += time.perf_counter() - begin
+        self.traffic.exposed_s += time.perf_counter() - begin
+        self.traffic.num_exchanges += 1
+        self._conclude(census.tolist())
+
+    def _begin(self) -> None:
+        if self._launched < 0:
+            self._enter()
+            self.num_exchanges += 1
+            self.before_exchange()
+            self._launched = 0
+            self._flats.clear()
+            self._lent.clear()
+            if self._courier is None:
+                self._arm()
+            assert self._courier is not None
+            self._courier.open()
+
+    def _enter(self) -> None:
+        """Hook for what must hold before gradients leave."""
+
+    def _launch(self, bucket: Bucket) -> None:
+        assert self._courier is not None
+        views = [self._flat(segment.index)[segment.start : segment.stop] for segment in bucket.segments]
+        self._courier.launch(bucket, views, self._weight / self._group.size)
+        self._launched = bucket.number + 1
+
+    def _flat(self, index: int) -> torch.Tensor:
+        """The gradient as a vector, in the order in which its parameter lies in memory."""
+        flat = self._flats.get(index)
+        if flat is None:
+            parameter = self.roster.parameters[index]
+            grad = parameter.grad
+            if grad is None:
+                self._lent.add(index)
+                grad = parameter.grad = torch.zeros_like(parameter)
+            elif grad.layout is not torch.strided:
+                raise HoraError(
+                    f"the gradient of {self.roster.names[index]} is sparse now, and was dense in the first backward(): "
+                    "every worker's must be of one kind"
+                )
+            elif grad.stride() != parameter.stride():
+                with torch.no_grad():
+                    grad = parameter.grad = torch.empty_like(parameter).copy_(grad)
+            flat = self._flats[index] = flatten(grad.detach())
+        return flat
+
+    def _census(self) -> torch.Tensor:
+        census = torch.zeros(HEAD + len(self._backward.watched), dtype=torch.float64)
+        self.roster.refresh_buffers()
+        changed = self.roster.signature() != self._buffer_versions
+        mean = self.strategy.sync_buffers == "mean"
+        census[:HEAD] = torch.tensor(
+            [
+                *self._pile,
+                self.loop,
+                self.stop_wanted,
+                self._count_nonfinite(),
+                changed and (mean or self._group.rank == 0),
+            ]
+        )
+        present = [float(index not in self._lent) for index in self._backward.watched]
+        census[HEAD:] = torch.tensor(present)
+        return census
+
+    def _count_nonfinite(self) -> float:
+        assert self._courier is not None
+        self._culprits = self._courier.culprits()
+        for index in self._sparse:
+            grad = self.roster.parameters[index].grad
+            if grad is not None and not bool(torch.isfinite(grad._values()).all()):
+                self._culprits.append((self._group.rank, index))
+        return float(len(self._culprits))
+
+    def _conclude(self, census: list[float]) -> None:
+        """All workers draw the same conclusions from the same numbers."""
+        group, parameters = self._group, self.roster.parameters
+        weight, expected, loops, stops, nonfinite, buffers = census[:HEAD]
+        for index, count in zip(self._backward.watched, census[HEAD:], strict=True):
+            if not count and index in self._lent:
+                parameters[index].grad = None
+        self._launched = -1
+        self._flats.clear()
+        self._pile = [0.0, 0.0]
+        self._fresh.clear()
+        self._verdict = Verdict(stop=bool(stops))
+        if loops != self.loop * group.size:
+            raise Halt("the workers are in different loops")
+        if weight != expected and weight:
+            self._correct(expected / weight)
+        if nonfinite:
+            self._lament()
+        if buffers:
+            self._share_buffers()
+        self._settle()
+
+    def _correct(self, factor: float) -> None:
+        torch._foreach_mul_([p.grad for p in self.roster.parameters if p.grad is not None], factor)
+
+    def _settle(self) -> None:
+        """Hook: gradients are what they will be."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self.group is None:
+            return True
+        self.roster.check_optimizer(optimizer)
+        if self.halted:
+            self.drop()
+            return False
+        if self._pile[1] or self._late():
+            self._exchange()
+        elif id(optimizer) in self._fresh or not self.num_exchanges:
+            raise HoraError(
+                f"{type(optimizer).__name__}.step() without a backward() since the last one: there is no gradient to "
+                "apply. Call loss.backward() first, or leave the step out on every worker"
+            )
+        self._fresh.add(id(optimizer))
+        return not self.halted and not self._verdict.skipped
+
+    def _late(self) -> bool:
+        """Whether a parameter that nobody watched yet has got a gradient: it was unfrozen after the forward."""
+        unwatched = [p for i, p in enumerate(self.roster.parameters) if i not in self._backward._handles]
+        if any(p.requires_grad and p.grad is not None for p in unwatched) and self._backward.hook():
+            self._disarm()
+            return True
+        return False
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def drop(self) -> None:
+        for parameter in self.roster.parameters:
+            parameter.grad = None
+        self._launched = -1
+        self._pile = [0.0, 0.0]
+
+    def share_gradients(self) -> None:
+        trained = [p for p in self.roster.parameters if p.requires_grad]
+        there = torch.tensor([float(p.grad is not None) for p in trained])
+        self._group.broadcast(there, name="gradients there")
+        for parameter, has in zip(trained, there.tolist(), strict=True):
+            if not has:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [p.grad for p in trained if p.grad is not None]
+        Roster.broadcast([grad.detach() for grad in grads if grad.layout is torch.strided], self._group)
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    # -- arming: buckets by rank 0's first backward --------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        """Collective: everybody cuts the buckets as rank 0's backward produced them."""
+        group = self._group
+        watched, late = self._backward.watched, self._backward.late
+        grads = [self.roster.parameters[index].grad for index in watched]
+        word = torch.tensor([len(watched), *self._backward.order, len(late), *sorted(late)], dtype=torch.int64)
+        first = group.all_gather(word, name="order of gradients")[0].tolist()
+        order, late = first[1 : 1 + first[0]], set(first[2 + first[0] :])
+        if set(order) != set(watched):
+            index = min(set(order) ^ set(watched))
+            mine = "trains" if index in watched else "does not train"
+            raise Mismatch(
+                f"{group.transport.name_of(group.rank)} {mine} {self.roster.names[index]}, other than rank 0: "
+                "requires_grad must be the same on every worker"
+            )
+        kinds = torch.tensor([float(g is not None and g.layout is not torch.strided) for g in grads])
+        group.all_reduce(kinds, "max", name="sparse gradients")
+        self._sparse = [index for index, sparse in zip(watched, kinds.tolist(), strict=True) if sparse]
+        dense = [index for index in order if index not in self._sparse]
+        self._backward.late = late
+        self._courier = self._hire(dense)
+        self._backward.arm(list(self._courier.buckets))
+
+    def _disarm(self) -> None:
+        self._backward.disarm()
+        self._courier = None
+
+    def _hire(self, dense: Sequence[int]) -> Courier:
+        group, parameters = self._group, self.roster.parameters
+        on_cpu = all(parameters[index].is_cpu for index in dense)
+        if self.strategy.algorithm in ("shared", "auto") and group.transport.shares_memory and on_cpu:
+            try:
+                buckets = plan(dense, parameters, self._lanes(), self.strategy.bucket_bytes, group.size)
+                return Mail(group, buckets, self.keep, self.traffic)
+            except OutOfMemory as problem:
+                if group.rank == 0:
+                    log.warning("too little shared memory for the gradients, which then take longer: %s", problem)
+        elif self.strategy.algorithm == "shared" and not group.transport.shares_memory:
+            _ = group.staging  # says why not, and the way out
+        lanes, owners = (_whole(parameters), 1) if self.keep else (self._lanes(), group.size)
+        buckets = plan(dense, parameters, lanes, self.strategy.bucket_bytes, owners)
+        algorithm = self.strategy.algorithm
+        return Calls(group, buckets, self.keep, self.traffic, algorithm, self.strategy.overlap)
+
+    def _lanes(self) -> Any:
+        """Large gradients are cut evenly, small ones go to whoever has least."""
+        loads = [0] * self._group.size
+
+        def lanes(index: int) -> list[Lane]:
+            parameter = self.roster.parameters[index]
+            if parameter.numel() * parameter.element_size() >= CUT_BYTES:
+                return even_lanes(parameter.numel(), self._group.size)
+            owner = loads.index(min(loads))
+            loads[owner] += parameter.numel() * parameter.element_size()
+            return [Lane(0, parameter.numel(), owner)]
+
+        return lanes
+
+    # -- what is rare --------------------------------------------------------------------------------------------------
+
+    def _exchange_sparse(self, index: int) -> None:
+        """Everybody's rows and values, gathered; the sum of them is the sparse gradient."""
+        group, parameter = self._group, self.roster.parameters[index]
+        grad = parameter.grad
+        if grad is not None and grad.layout is not torch.sparse_coo:
+            raise HoraError(
+                f"the gradient of {self.roster.names[index]} was sparse in the first backward() and is not now"
+            )
+        if grad is None:
+            self._lent.add(index)
+            grad = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
+                parameter.new_empty((0, *parameter.shape[1:])),
+                parameter.shape,
+            )
+        grad = grad.detach().coalesce()
+        name = self.roster.names[index]
+        rows = group.all_gather(grad.indices().t().contiguous(), name=f"rows of {name}")
+        values = group.all_gather(grad.values() * (self._weight / group.size), name=f"values of {name}")
+        total = torch.sparse_coo_tensor(torch.cat(rows).t(), torch.cat(values), parameter.shape).coalesce()
+        parameter.grad = total
+
+    def _lament(self) -> None:
+        """A gradient was not finite somewhere: who and which is told to all, and the step is not taken."""
+        group = self._group
+        mine = torch.tensor(self._culprits, dtype=torch.int64).view(-1, 2)
+        found = sorted({tuple(pair) for part in group.all_gather(mine, name="culprits") for pair in part.tolist()})
+        names = [f"{self.roster.names[index]} on {group.transport.name_of(rank)}" for rank, index in found]
+        text = f"the gradient of {'; '.join(names[:4])}{' and others' if len(names) > 4 else ''} is not finite"
+        if self.on_nonfinite == "raise":
+            raise HoraError(
+                f"{text} (NaN or infinite). The step was not taken. Look at that worker's batch and loss; with fp16 "
+                "give the GradScaler to job.prepare(scaler=…); hora.init(on_nonfinite='skip') leaves such steps out"
+            )
+        self._verdict.skipped = text
+        if self.on_nonfinite == "poison":  # the scaler finds it by itself on every worker, and skips the step
+            for optimizer in self.roster.optimizers:
+                held = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+                for grad in held[:1]:
+                    (grad._values() if grad.layout is torch.sparse_coo else grad).view(-1)[:1].fill_(float("inf"))
+            self._verdict.skipped = ""
+            log.debug("%s; the scaler skips this step", text)
+            return
+        if group.rank == 0:
+            log.warning("%s: this step is not taken", text)
+
+    def _share_buffers(self) -> None:
+        buffers = list(self.roster.buffers.values())
+        if self.strategy.sync_buffers == "mean":
+            floats = [buffer for buffer in buffers if buffer.is_floating_point()]
+            if floats:
+                flat = torch.cat([buffer.reshape(-1).double() for buffer in floats])
+                self._group.all_reduce(flat, "mean", name="buffers")
+                for buffer, part in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
+                    buffer.copy_(part.view(buffer.shape))
+            buffers = [buffer for buffer in buffers if not buffer.is_floating_point()]
+        Roster.broadcast(buffers, self._group)
+        self._buffer_versions = self.roster.signature()
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        roster = self.roster
+        roster.refresh_buffers()
+        parameters = {name: p.detach() for name, p in zip(roster.names, roster.parameters, strict=True)}
+        return Snapshot(parameters, dict(roster.buffers), self._states())
+
+    def _states(self) -> list[dict[str, dict[str, Any]]]:
+        return [
+            {self.roster.names[self.roster.index[id(p)]]: state for p, state in optimizer.state.items()}
+            for optimizer in self.roster.optimizers
+        ]
+
+    def load_states(self, states: list[dict[str, dict[str, Any]]]) -> None:
+        for optimizer, state in zip(self.roster.optimizers, states, strict=True):
+            plain = optimizer.state_dict()
+            packed = {}
+            for group, numbers in zip(optimizer.param_groups, plain["param_groups"], strict=True):
+                for parameter, number in zip(group["params"], numbers["params"], strict=True):
+                    name = self.roster.names[self.roster.index[id(parameter)]]
+                    if name in state:
+                        packed[number] = self._fitting(self.roster.index[id(parameter)], state[name])
+            self._load(optimizer, {"state": packed, "param_groups": plain["param_groups"]})
+
+    def _fitting(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
+    @staticmethod
+    def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        optimizer.load_state_dict(state_dict)
+
+    def reload(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in zip(self.roster.names, self.roster.parameters, strict=True):
+                parameter.copy_(parameters[name])
+            for name, buffer in self.roster.buffers.items():
+                buffer.copy_(buffers[name])
+        self._buffer_versions = self.roster.signature()
+
+    @property
+    def _group(self) -> Group:
+        return cast(Group, self.group)
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """The dense tensor as a vector in the order of its memory, whatever its strides; a view."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def even_lanes(numel: int, size: int) -> list[Lane]:
+    edges = [min(numel, -(-numel * rank // (size * ALIGN)) * ALIGN) for rank in range(size)] + [numel]
+    return [Lane(edges[rank], edges[rank + 1], rank) for rank in range(size)]
+
+
+def _whole(parameters: Sequence[torch.Tensor]) -> Any:
+    return lambda index: [Lane(0, parameters[index].numel(), 0)]
+
+
+def _tensors(output: Any) -> Iterable[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _tensors(value)

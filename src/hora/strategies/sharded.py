@@ -1,0 +1,404 @@
+"""Sharded: each worker reduces and updates only its share of the parameters, and keeps optimizer state only for that.
+
+The user's own optimizer does it: for the length of `step()` its parameter groups hold this worker's shares, tensors of
+their own that lie in the parameters' memory, with their part of the gradient. A share is a parameter or a slice of one,
+never of two: torch's optimizers count steps and skip missing gradients per parameter. Slices are only for optimizers
+that treat every element by itself; any other gets whole parameters.
+
+    backward      gradients are reduced to their owners: `p.grad` holds the mean on this worker's share alone
+    open_step     all have arrived, so nobody reads parameters; the groups hold the shares
+    step()        writes this worker's share
+    after_step    all have written; the groups hold the parameters again
+
+On one host the parameters lie in memory that all workers see, so what one writes is there for all. Elsewhere the shares
+are gathered after the step. Which share is whose depends on the models and the number of workers alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch.autograd.graph import increment_version
+
+from .. import letters
+from ..buckets import Lane
+from ..collectives.base import Group
+from ..errors import HoraError, OutOfMemory
+from ..roster import Roster
+from .allreduce import AllReduce
+from .replicated import CUT_BYTES, Replicated, even_lanes, flatten
+from .sync import Snapshot
+
+log = logging.getLogger(__name__)
+
+ALIGN_BYTES = 128
+ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop,
+    torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop,
+)  # fmt: skip
+
+
+class Sharded(Replicated):
+    keep = False
+
+    def __init__(self, roster: Roster, strategy: AllReduce) -> None:
+        super().__init__(roster, strategy)
+        self._lanes_of: list[list[Lane]] = []
+        self._shares: dict[int, torch.Tensor] = {}  # by parameter: what the optimizer sees instead
+        self._shared = False  # whether the parameters lie in memory that all see
+        self._versions: list[int] = []
+        self._places: list[int] = []
+        self._swapped: list[list[torch.Tensor]] = []
+        self._marks: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # the gradients as the exchange left them
+
+    # -- binding -----------------------------------------------------------------------------------------------------
+
+    def bind(self, group: Group) -> None:
+        for optimizer in self.roster.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError("LBFGS needs all parameters at once: use update=replicated")
+        super().bind(group)
+        if self.group is None:
+            return
+        self._lanes_of = self._deal()
+        self._move()
+        for index, lanes in enumerate(self._lanes_of):
+            lane = self._mine(index)
+            if lane is not None:
+                parameter = self.roster.parameters[index]
+                whole = parameter.detach() if not self._shared else self._outside(parameter)
+                self._shares[index] = whole if len(lanes) == 1 else flatten(whole)[lane.start : lane.stop]
+        self._remember()
+
+    def _deal(self) -> list[list[Lane]]:
+        """Whose share is what: the same on every rank, whatever the order of gradients will be."""
+        size, parameters = self._group.size, self.roster.parameters
+        sliced: set[int] = set()
+        for optimizer in self.roster.optimizers:
+            if type(optimizer) in ELEMENTWISE:
+                sliced |= {self.roster.index[id(p)] for g in optimizer.param_groups for p in g["params"]}
+            elif self._group.rank == 0:
+                log.info(
+                    "%s is not known to treat elements one by one: it gets whole parameters", type(optimizer).__name__
+                )
+        tied: dict[int, list[int]] = {}
+        for index, parameter in enumerate(parameters):
+            tied.setdefault(parameter.untyped_storage().data_ptr(), []).append(index)
+        together = {index: members[0] for members in tied.values() if len(members) > 1 for index in members}
+        lanes: list[list[Lane]] = [[] for _ in parameters]
+        loads = [0] * size
+        for index, parameter in enumerate(parameters):
+            num_bytes = parameter.numel() * parameter.element_size()
+            if index in sliced and index not in together and num_bytes >= CUT_BYTES and _dense(parameter):
+                lanes[index] = even_lanes(parameter.numel(), size)
+                continue
+            first = together.get(index, index)
+            owner = lanes[first][0].owner if first < index else loads.index(min(loads))
+            loads[owner] += num_bytes
+            lanes[index] = [Lane(0, parameter.numel(), owner)]
+        return lanes
+
+    def _lanes(self) -> Any:
+        return self._lanes_of.__getitem__
+
+    def _mine(self, index: int) -> Lane | None:
+        rank = self._group.rank
+        return next((lane for lane in self._lanes_of[index] if lane.owner == rank and lane.stop > lane.start), None)
+
+    def _move(self) -> None:
+        """Parameters move into memory that all workers see; strides stay, and what shared a storage still does."""
+        group, parameters = self._group, self.roster.parameters
+        if not group.transport.shares_memory or not all(p.is_cpu for p in parameters):
+            return
+        storages: dict[int, list[torch.nn.Parameter]] = {}
+        for parameter in parameters:
+            storages.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+        sizes = [
+            -(-members[0].untyped_storage().nbytes() // ALIGN_BYTES) * ALIGN_BYTES for members in storages.values()
+        ]
+        try:
+            memory = group.buffer("parameters", -(-sum(sizes) // group.size), torch.uint8)
+        except OutOfMemory as problem:
+            if group.rank == 0:
+                log.warning(
+                    "too little shared memory for the parameters: shares are gathered after each step: %s", problem
+                )
+            return
+        at = 0
+        for members, size in zip(storages.values(), sizes, strict=True):
+            room = memory.span[at : at + size]
+            at += size
+            storage = members[0].untyped_storage()
+            if group.rank == 0:
+                room[: storage.nbytes()].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+            for parameter in members:
+                typed = room[: size // parameter.element_size() * parameter.element_size()].view(parameter.dtype)
+                parameter.data = typed.as_strided(
+                    parameter.shape, parameter.stride(), typed.storage_offset() + parameter.storage_offset()
+                )
+        self._shared = True
+        group.barrier("parameters moved")
+
+    @staticmethod
+    def _outside(parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The same memory under another version count, so that a user's own write can be told from the optimizer's."""
+        return torch.empty(0, dtype=parameter.dtype).set_(
+            parameter.untyped_storage(), parameter.storage_offset(), parameter.shape, parameter.stride()
+        )
+
+    def unbind(self) -> None:
+        if self._shared:
+            self._shared = False
+            for parameter in self.roster.parameters:
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        self._shares.clear()
+        super().unbind()
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        for index, (left, version) in self._marks.items():
+            grad = self.roster.parameters[index].grad
+            if grad is not None and left() is grad and grad._version == version:
+                raise HoraError(
+                    "a second backward() that synchronises before the step: under update=sharded only the last may. "
+                    "Put the others into `with job.accumulate():`, or clear the gradients between"
+                )
+        self._marks.clear()
+
+    def _flat(self, index: int) -> torch.Tensor:
+        if index in self._sparse:
+            raise HoraError(f"{self.roster.names[index]} has a sparse gradient: use update=replicated")
+        return super()._flat(index)
+
+    def _exchange_sparse(self, index: int) -> None:
+        raise ValueError(
+            f"{self.roster.names[index]} has a sparse gradient, which cannot be cut: use update=replicated"
+        )
+
+    def _settle(self) -> None:
+        for index in self._backward.watched:
+            grad = self.roster.parameters[index].grad
+            if grad is not None:
+                self._marks[index] = (weakref.ref(grad), grad._version)
+
+    def open_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.group is None:
+            return
+        self._check_untouched()
+        self.group.barrier("before the step")
+        self._swapped = []
+        for group in optimizer.param_groups:
+            self._swapped.append(group["params"])
+            group["params"] = []
+            for parameter in self._swapped[-1]:
+                index = self.roster.index[id(parameter)]
+                share = self._shares.get(index)
+                if share is None:
+                    continue
+                lane, grad = self._mine(index), parameter.grad
+                assert lane is not None
+                if grad is None or share.shape == parameter.shape:
+                    share.grad = None if grad is None else grad.detach()
+                else:
+                    share.grad = flatten(grad.detach())[lane.start : lane.stop]
+                group["params"].append(share)
+                if parameter in optimizer.state:
+                    optimizer.state[share] = optimizer.state.pop(parameter)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.group is None or not self._swapped:
+            return
+        for group, parameters in zip(optimizer.param_groups, self._swapped, strict=True):
+            group["params"] = parameters
+            for parameter in parameters:
+                share = self._shares.get(self.roster.index[id(parameter)])
+                if share is not None and share in optimizer.state:
+                    optimizer.state[parameter] = optimizer.state.pop(share)
+                    share.grad = None
+        indices = sorted({self.roster.index[id(p)] for parameters in self._swapped for p in parameters})
+        self._swapped = []
+        if self._shared:
+            self.group.barrier("after the step")
+            for index in indices:
+                increment_version(self.roster.parameters[index])
+        else:
+            self._gather(indices)
+        self._remember()
+
+    def _gather(self, indices: list[int]) -> None:
+        """Everybody gets everybody's shares of these parameters."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index in indices:
+            parameter = self.roster.parameters[index]
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
+        for (dtype, device), members in kinds.items():
+            pieces = [flatten(p.detach())[lane.start : lane.stop]
+                      for p, lane in ((self.roster.parameters[i], self._mine(i)) for i in members) if lane]  # fmt: skip
+            mine = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=device)
+            parts = self._group.all_gather(mine, name="updated shares")
+            at = [0] * self._group.size
+            for index in members:
+                flat = flatten(self.roster.parameters[index].detach())
+                for lane in self._lanes_of[index]:
+                    length = lane.stop - lane.start
+                    if lane.owner != self._group.rank:
+                        flat[lane.start : lane.stop].copy_(parts[lane.owner][at[lane.owner] : at[lane.owner] + length])
+                    at[lane.owner] += length
+
+    def _remember(self) -> None:
+        self._versions = [p._version for p in self.roster.parameters]
+        self._places = [p.data_ptr() for p in self.roster.parameters]
+
+    def _check_untouched(self) -> None:
+        name_of, rank = self._group.transport.name_of, self._group.rank
+        if self._shared:
+            for index, parameter in enumerate(self.roster.parameters):
+                if parameter._version != self._versions[index] or parameter.data_ptr() != self._places[index]:
+                    raise HoraError(
+                        f"{name_of(rank)}: {self.roster.names[index]} was written by the script; under update=sharded "
+                        "its memory is shared by all workers and only the optimizer may write it. Use update=replicated"
+                    )
+        if self.on_nonfinite == "poison":
+            return  # a scaler unscales gradients in place
+        for index, (left, version) in self._marks.items():
+            grad = self.roster.parameters[index].grad
+            if grad is not None and (left() is not grad or grad._version != version):
+                raise HoraError(
+                    f"{name_of(rank)}: the gradient of {self.roster.names[index]} was changed between backward() and "
+                    "step(); under update=sharded a worker holds the mean of its share alone. Clip with "
+                    "hora.clip_grad_norm_, or use update=replicated"
+                )
+
+    def _correct(self, factor: float) -> None:
+        for index in self._backward.watched:
+            parameter, lane = self.roster.parameters[index], self._mine(index)
+            if lane is not None and parameter.grad is not None:
+                flatten(parameter.grad.detach())[lane.start : lane.stop].mul_(factor)
+
+    def share_gradients(self) -> None:
+        """Nothing to do: each worker has what it applies, and clipping is a call that all make."""
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        if self.group is None:
+            return super().clip(parameters, max_norm, norm_type)
+        indices = [self.roster.index[id(p)] for p in parameters if id(p) in self.roster.index]
+        shares = []
+        for index in indices:
+            grad, lane = self.roster.parameters[index].grad, self._mine(index)
+            if grad is not None and lane is not None:
+                shares.append(flatten(grad.detach())[lane.start : lane.stop])
+        norms = [torch.linalg.vector_norm(share.float(), norm_type).double() for share in shares]
+        most = norm_type == float("inf")
+        mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+        total = (mine.max() if most else (mine**norm_type).sum()).cpu().view(1)
+        self.group.all_reduce(total, "max" if most else "sum", name="norm of the gradients")
+        norm = total[0] if most else total[0] ** (1.0 / norm_type)
+        factor = min(1.0, max_norm / (float(norm) + 1e-6))
+        if factor < 1.0:
+            torch._foreach_mul_(shares, factor)
+        self._settle()
+        return norm.float()
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Optimizer state of all shares comes together on rank 0; the others' snapshots hold their own share's."""
+        if self.group is None:
+            return super().snapshot()
+        found = super().snapshot()
+        mine: dict[str, torch.Tensor] = {}
+        rest: list[list[Any]] = []
+        for number, states in enumerate(found.states):
+            for name, state in states.items():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        mine[json.dumps([number, name, key])] = value.detach().cpu().contiguous()
+                    else:
+                        rest.append([number, name, key, value])
+        try:
+            letter = safetensors.torch.save(mine, metadata={"rest": json.dumps(rest)})
+        except TypeError as problem:
+            raise ValueError(f"the optimizer's state cannot be saved: {problem}") from None
+        parts = self.home.gather(letters.pack(letter), name="optimizer state")
+        if parts is not None:
+            found.states = self._assemble([letters.unpack(part) for part in parts])
+        return found
+
+    def _assemble(self, parts: list[bytes]) -> list[dict[str, dict[str, Any]]]:
+        states: list[dict[str, dict[str, Any]]] = [{} for _ in self.roster.optimizers]
+        numbers = {name: index for index, name in enumerate(self.roster.names)}
+        for rank, letter in enumerate(parts):
+            length = int.from_bytes(letter[:8], "little")
+            rest = json.loads(json.loads(letter[8 : 8 + length]).get("__metadata__", {}).get("rest", "[]"))
+            for number, name, key, value in rest:
+                states[number].setdefault(name, {})[key] = value
+            for label, value in safetensors.torch.load(letter).items():
+                number, name, key = json.loads(label)
+                state = states[number].setdefault(name, {})
+                lane = next((lane for lane in self._lanes_of[numbers[name]] if lane.owner == rank), None)
+                parameter = self.roster.parameters[numbers[name]]
+                if lane is None or not _is_slice(value, lane, parameter):
+                    state.setdefault(key, value)
+                    continue
+                if key not in state:
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False)
+                flatten(state[key])[lane.start : lane.stop] = value
+        return states
+
+    def _fitting(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
+        if self.group is None:
+            return state
+        lane, parameter = self._mine(index), self.roster.parameters[index]
+        if lane is None:
+            return {}
+        if len(self._lanes_of[index]) == 1:
+            return state
+        return {
+            key: _slice_of(value, parameter, lane)
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            else value
+            for key, value in state.items()
+        }
+
+    def load_states(self, states: list[dict[str, dict[str, Any]]]) -> None:
+        super().load_states(states)
+        if self.group is not None:
+            for optimizer in self.roster.optimizers:  # no state for what is not ours
+                for parameter in [p for p, state in optimizer.state.items() if not state]:
+                    del optimizer.state[parameter]
+
+    def reload(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
+        if self.group is not None and self._shared:
+            self.home.barrier("before the parameters are restored")
+        super().reload(parameters, buffers)
+        if self.group is not None:
+            self.home.barrier("parameters restored")
+            self._remember()
+
+
+def _dense(parameter: torch.Tensor) -> bool:
+    """Whether its elements fill a stretch of memory without gaps or overlaps."""
+    expected = 1
+    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _slice_of(value: torch.Tensor, parameter: torch.Tensor, lane: Lane) -> torch.Tensor:
+    """That stretch of it, in the order in which the parameter lies in memory."""
+    laid = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return flatten(laid)[lane.start : lane.stop].clone()
+
+
+def _is_slice(value: torch.Tensor, lane: Lane, parameter: torch.Tensor) -> bool:
+    return value.dim() == 1 and value.numel() == lane.stop - lane.start != parameter.numel()

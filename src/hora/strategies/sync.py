@@ -1,0 +1,152 @@
+"""Sync: a strategy at work on one worker's models and optimizers.
+
+The seam between the training loop, as PyTorch's hooks see it, and the architecture. Verbs, in the order of a step:
+
+    bind(group)                   collective: everybody has rank 0's parameters; from now on the verbs below are called
+    before_forward()              a prepared model is called
+    bucket_ready(bucket)          these gradients are complete; others are still being computed
+    after_backward()              the outermost backward has ended
+    before_step(optimizer)        the user called optimizer.step(): what backward left undone is done; is there a step?
+    open_step(optimizer)          the optimizer is about to write
+    after_step(optimizer)         the optimizer is done
+    absent_step()                 the others have a backward that synchronises, this worker has no samples for it
+    snapshot()                    collective: complete parameters, buffers and optimizer state of one step
+    unbind(), close()
+
+All are called on the training thread, all but before_forward and bucket_ready may block, and a lost peer raises
+PeerLost out of any of them. The one commit point of a step is open_step: until then no parameter has changed.
+A worker that leaves its loop ends the others' exchange with Halt: the step under way is then dropped on every worker.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ..buckets import Bucket
+from ..collectives.base import Group
+from ..errors import HoraError
+from ..roster import Roster
+
+
+@dataclasses.dataclass
+class Traffic:
+    """What communication cost since the last `reset`."""
+
+    comm_s: float = 0.0  # seconds spent on it, whoever did it
+    exposed_s: float = 0.0  # of these, what the training thread itself did or waited
+    sent_bytes: int = 0  # what this worker gave to others
+    num_exchanges: int = 0
+
+    def reset(self) -> None:
+        self.comm_s = self.exposed_s = 0.0
+        self.sent_bytes = self.num_exchanges = 0
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """Everything of one step, whole. Optimizer state is by parameter name, for each optimizer."""
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    states: list[dict[str, dict[str, Any]]]
+
+
+@dataclasses.dataclass
+class Verdict:
+    """What the workers learned together from one exchange."""
+
+    stop: bool = False  # somebody wants to stop after this step
+    skipped: str = ""  # why this step is not taken, if it is not
+
+
+class Halt(HoraError):
+    """This exchange will not take place: a worker has left its loop. Never seen by users."""
+
+
+class Sync(abc.ABC):
+    """One worker's side. `weigh` and the attributes below are the training loop's words to it."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        self.group: Group | None = None  # the gradients' own; ended early when a worker leaves its loop
+        self.home: Group  # the job's, which outlives it
+        self.traffic = Traffic()
+        self.silent = False  # inside job.accumulate()
+        self.stop_wanted = False
+        self.on_nonfinite = "raise"
+        self.loop = 0  # which of the user's loops this worker is in; all must agree
+        self.num_exchanges = 0
+        self.before_exchange: Callable[[], None] = lambda: None  # may raise Halt
+        self.halted = ""  # why there will be no exchange any more
+
+    @abc.abstractmethod
+    def bind(self, group: Group) -> None: ...
+
+    @abc.abstractmethod
+    def unbind(self) -> None: ...
+
+    @abc.abstractmethod
+    def weigh(self, weight: float, expected: float) -> None:
+        """The next backwards count `weight`, where an even deal would make it `expected`; 1 is an average worker."""
+
+    @abc.abstractmethod
+    def before_forward(self) -> None: ...
+
+    def after_forward(self, output: Any) -> None:
+        """The model's output, on which a backward will begin."""
+
+    @abc.abstractmethod
+    def bucket_ready(self, bucket: Bucket) -> None: ...
+
+    @abc.abstractmethod
+    def after_backward(self) -> None: ...
+
+    @abc.abstractmethod
+    def before_step(self, optimizer: torch.optim.Optimizer) -> bool: ...
+
+    def open_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing to do where every worker writes its own memory."""
+
+    @abc.abstractmethod
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    @abc.abstractmethod
+    def absent_step(self) -> None: ...
+
+    @abc.abstractmethod
+    def share_gradients(self) -> None:
+        """Collective, before a step in which workers are absent: these get what rank 0 is about to apply."""
+
+    @abc.abstractmethod
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor: ...
+
+    @abc.abstractmethod
+    def snapshot(self) -> Snapshot: ...
+
+    @abc.abstractmethod
+    def load_states(self, states: list[dict[str, dict[str, Any]]]) -> None:
+        """The optimizers' states as a snapshot holds them."""
+
+    @abc.abstractmethod
+    def reload(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None: ...
+
+    @abc.abstractmethod
+    def drop(self) -> None:
+        """The step under way is not taken: its gradients are forgotten."""
+
+    @property
+    @abc.abstractmethod
+    def verdict(self) -> Verdict: ...
+
+    def abort(self, cause: HoraError) -> None:
+        """Ends every wait of an exchange with `cause`. Thread-safe."""
+        if self.group is not None:
+            self.group.transport.abort(cause)
+
+    def close(self) -> None:
+        self.unbind()

@@ -1,0 +1,83 @@
+"""The examples run alone and under the launcher, learn something, and use only what users are promised."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import hora
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+ALONE = [sys.executable]
+TWO = [sys.executable, "-m", "hora.launch.cli", "run", "-n", "2"]
+TINY = {
+    "digits.py": ["--epochs", "1"],
+    "gpt.py": ["--characters", "6000", "--layers", "1", "--width", "12", "--batch-size", "4"],
+}
+ON_A_JOB = {
+    "rank", "size", "local_rank", "role", "device", "step", "group", "prepare", "shard", "epochs", "log", "stop",
+    "accumulate", "weight", "ledger", "save", "restore", "close",
+}  # fmt: skip
+
+
+def run(start: list[str], name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [*start, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def number_after(words: str, text: str) -> float:
+    found = re.search(rf"{words} ([\d.]+)", text)
+    assert found, text
+    return float(found[1])
+
+
+def test_digits_alone_reaches_95_percent() -> None:
+    assert number_after("test accuracy", run(ALONE, "digits.py")) >= 95
+
+
+@pytest.mark.parametrize("strategy", ["ring", "shared:update=sharded"])
+@pytest.mark.parametrize("name", TINY)
+def test_examples_run_on_two_workers(name: str, strategy: str) -> None:
+    out = run([*TWO, "--strategy", strategy], name, *TINY[name])
+    assert out.count("test accuracy" if name == "digits.py" else "validation loss") == 1
+    assert not re.search(r"^\[1\]", out, re.MULTILINE)
+
+
+def test_digits_on_two_workers_takes_half_the_steps() -> None:
+    alone, two = (run(start, "digits.py", "--epochs", "2") for start in (ALONE, TWO))
+    assert (number_after("after", alone), number_after("after", two)) == (60, 30)
+    assert number_after("test accuracy", two) > 50
+
+
+def test_gpt_alone_learns_and_writes_a_sample() -> None:
+    out = run(ALONE, "gpt.py", *TINY["gpt.py"], "--epochs", "3", "--lr", "0.01")
+    loss = number_after("validation loss", out)
+    assert loss < math.log(60)  # below that of a guess among its letters
+    assert "a sample:" in out and len(out.partition("a sample:")[2]) > 300
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_use_only_public_names(path: pathlib.Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "hora":
+                assert node.attr in hora.__all__
+            elif node.value.id == "job":
+                assert node.attr in ON_A_JOB
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hora"):
+            assert node.module == "hora.datasets"
