@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
-import ranks
 import torch
+
+import ranks
 from hora.collectives import Group
 from hora.data import shard
 from hora.strategies import parse
 from hora.training import Training
 
 SAMPLES = 60
+_building = threading.Lock()  # the seed is the process's, and ranks are threads
 
 
 def training(group: Group, strategy: str = "shared", **options: Any) -> Training:
@@ -21,9 +24,8 @@ def training(group: Group, strategy: str = "shared", **options: Any) -> Training
 
 def net(seed: int = 0, width: int = 24) -> torch.nn.Sequential:
     torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Linear(6, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)
-    )
+    layers = [torch.nn.Linear(6, width), torch.nn.Linear(width, width), torch.nn.Linear(width, 3)]
+    return torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2])
 
 
 def samples(count: int = SAMPLES) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -42,8 +44,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def fit(one: Training, optimizer: str = "sgd", steps: int = 50, count: int = SAMPLES, global_batch: int = 12,
         width: int = 24, each: Callable[..., Any] | None = None) -> list[torch.Tensor]:  # fmt: skip
     """The plain loop on one rank; the parameters at its end."""
-    import threading
-
     with _building:
         model = net(width=width)
     chosen = OPTIMIZERS[optimizer](model.parameters())
@@ -61,13 +61,7 @@ def fit(one: Training, optimizer: str = "sgd", steps: int = 50, count: int = SAM
                 break
         if one.step >= steps:
             break
-    del threading
     return [p.detach().clone() for p in model.parameters()]
-
-
-import threading  # noqa: E402
-
-_building = threading.Lock()  # the seed is the process's, and ranks are threads
 
 
 def train(size: int, strategy: str, transport: str = "memory", **options: Any) -> list[list[torch.Tensor]]:

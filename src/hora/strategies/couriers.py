@@ -11,6 +11,7 @@ import abc
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -49,6 +50,11 @@ class Courier(abc.ABC):
     @abc.abstractmethod
     def culprits(self) -> Culprits:
         """Whose gradient of which parameter was not finite, as far as this worker can tell; after `finish`."""
+
+    def _spent(self, seconds: float) -> None:
+        """The training thread's own work for it."""
+        self.traffic.comm_s += seconds
+        self.traffic.exposed_s += seconds
 
 
 class Mail(Courier):
@@ -89,10 +95,6 @@ class Mail(Courier):
                 found.append((rank, self.buckets[number].segments[lane].index))
         return found
 
-    def _spent(self, seconds: float) -> None:
-        self.traffic.comm_s += seconds
-        self.traffic.exposed_s += seconds
-
 
 class Calls(Courier):
     def __init__(
@@ -129,29 +131,35 @@ class Calls(Courier):
         else:
             handle = self.group.reduce_scatter(flat.view(n, -1), "mean", name, wait=False)
         self._under_way.append((bucket, views, handle))
+        self._spent(time.perf_counter() - begin)
         if not self._overlap:
-            handle.wait()
-        self.traffic.exposed_s += time.perf_counter() - begin
+            self._wait(handle)
 
     def finish(self) -> None:
-        begin = time.perf_counter()
         for bucket, views, handle in self._under_way:
-            result = handle.wait()
+            result = self._wait(handle)
             self.traffic.comm_s += handle.seconds
             if self.keep and bucket.contiguous:
                 continue
+            begin = time.perf_counter()
             base = 0 if self.keep else self.group.rank * bucket.stride
             flat = result.view(-1)
             for segment, view in zip(bucket.segments, views, strict=True):
                 if self.keep or segment.owner == self.group.rank:
                     at = segment.offset - base
                     view.copy_(flat[at : at + segment.stop - segment.start])
+            self._spent(time.perf_counter() - begin)
         self._under_way.clear()
-        self.traffic.exposed_s += time.perf_counter() - begin
         self.traffic.sent_bytes += sum(self.group.transport.sent_bytes) - self._sent
 
     def culprits(self) -> Culprits:
         return self._found
+
+    def _wait(self, handle: Pending) -> Any:
+        begin = time.perf_counter()
+        result = handle.wait()
+        self.traffic.exposed_s += time.perf_counter() - begin
+        return result
 
     def _inspect(self, bucket: Bucket, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
         total = flat.sum(dtype=torch.float32 if flat.element_size() < 4 else None)
