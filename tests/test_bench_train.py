@@ -24,7 +24,7 @@ from hora.launch import cli, codes
 HORA = [sys.executable, "-m", "hora.launch.cli"]
 FIELDS = [
     "name", "model", "ranks", "step_median_s", "step_p10_s", "step_p90_s", "comm_s", "hidden", "samples_per_s",
-    "efficiency", "rounds", "steps",
+    "exposed_s", "efficiency", "rounds", "steps",
 ]  # fmt: skip
 
 
@@ -76,15 +76,16 @@ def rows_of(done: subprocess.CompletedProcess[str], out: pathlib.Path) -> dict[s
 
 @pytest.mark.usefixtures("mark")
 def test_plain_pytorch_and_ddp_write_a_line_each(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    done = bench(out, "single,independent,ddp/gloo")
+    out, plot = tmp_path / "rows.jsonl", tmp_path / "plot.png"
+    done = bench(out, "single,independent,ddp/gloo", "--plot", str(plot))
     rows = rows_of(done, out)
     assert {name: row["ranks"] for name, row in rows.items()} == {"single": 1, "independent": 2, "ddp/gloo": 2}
     assert rows["single"]["efficiency"] == 1
     for row in rows.values():
         assert row["comm_s"] is None and row["hidden"] is None and row["efficiency"] is not None
     assert "overhead over independent" in done.stdout and "cores, Python" in done.stdout
-    assert "round 2 of 2" in done.stderr
+    assert "round 2 of 2" in done.stderr and "this takes roughly" in done.stderr.splitlines()[0]
+    assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.usefixtures("mark")
@@ -161,15 +162,19 @@ def test_a_rank_that_dies_or_hangs_between_turns_is_told_and_ended() -> None:
 
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, codes.INTERRUPTED), (signal.SIGTERM, codes.TERMINATED)])
-def test_a_signal_in_the_middle_ends_all_contestants(tmp_path: pathlib.Path, number: int, code: int) -> None:
-    command = [*HORA, "bench", "train", "--model", "cnn", "--rounds", "1000", "--only", "independent,hora/1"]
+def test_a_signal_in_the_middle_ends_all_contestants(
+    tmp_path: pathlib.Path, mark: bytes, number: int, code: int
+) -> None:
+    command = [*HORA, "bench", "train", "--model", "cnn", "--rounds", "1000", "--only", "independent,ring"]
     with open(tmp_path / "err", "w") as err:
         running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err)
     deadline = time.monotonic() + 40
-    while "round 1 of" not in (tmp_path / "err").read_text() and time.monotonic() < deadline:
+    while "round 2 of" not in (tmp_path / "err").read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
+    ranks = [command for command in carrying(mark) if "train_rank" in command and "hora.launch.cli run" not in command]
     running.send_signal(number)
     assert running.wait(15) == code
+    assert len(ranks) == 4, ranks  # both contestants were at work; that none is left is for `mark` to see
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
@@ -183,6 +188,33 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     assert row["step_median_s"] == pytest.approx(0.35)
     assert row["comm_s"] == pytest.approx(0.1) and row["hidden"] == pytest.approx(0.75)
     assert row["samples_per_s"] == pytest.approx(2 * 64 / 0.35)
+
+
+def test_hidden_is_never_below_zero() -> None:
+    turns = [[{"seconds": [0.1], "comm_s": 0.1, "exposed_s": 0.1001, "sent_bytes": 8}]]
+    row = train.row_of(Contestant(name="ring/serial", ranks=2, how="hora"), "mlp", 64, turns)
+    assert row["hidden"] == 0 and row["exposed_s"] == pytest.approx(0.1001)
+
+
+def test_one_rank_has_no_communication_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [[{"seconds": [0.1], "comm_s": 0.0, "exposed_s": 0.0, "sent_bytes": 0}]]
+    train_table.print_steps([train.row_of(Contestant(name="hora/1", ranks=1, how="hora"), "mlp", 64, turns)], "one")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "│" in line)
+    cells = [cell.strip() for cell in line.split("│")[1:-1]]
+    assert cells == ["hora/1", "1", "100.0 (100.0 to 100.0)", "", "", "640", ""]
+
+
+def test_without_matplotlib_there_is_no_plot_but_a_reason(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install hora[plot]" in (train_table.plot_steps([], "none", str(tmp_path / "plot.png")) or "")
+
+
+def test_what_is_told_of_the_duration_grows_with_the_work() -> None:
+    those = train.choose(2)
+    assert train.rough_duration_s(those, "mlp", 5, 10) < train.rough_duration_s(those, "gpt", 5, 10)
+    assert [train.duration_text(seconds) for seconds in (4, 63, 130)] == ["10 seconds", "60 seconds", "2 minutes"]
 
 
 def overheads(medians: dict[str, float], capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:

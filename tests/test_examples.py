@@ -19,7 +19,7 @@ ALONE = [sys.executable]
 TWO = [sys.executable, "-m", "hora.launch.cli", "run", "-n", "2"]
 TINY = {
     "digits.py": ["--epochs", "1"],
-    "gpt.py": ["--characters", "6000", "--layers", "1", "--width", "12", "--batch-size", "4"],
+    "gpt.py": ["--characters", "6000", "--layers", "1", "--width", "16", "--batch", "8"],
 }
 ON_A_JOB = {
     "rank", "size", "local_rank", "role", "device", "step", "group", "prepare", "shard", "epochs", "log", "stop",
@@ -46,29 +46,29 @@ def number_after(words: str, text: str) -> float:
     return float(found[1])
 
 
-def test_digits_alone_reaches_95_percent() -> None:
+def test_digits_alone_reach_95_percent() -> None:
     assert number_after("test accuracy", run(ALONE, "digits.py")) >= 95
+
+
+def test_digits_learn_the_same_on_any_number_of_workers() -> None:
+    alone, two, three = (run(start, "digits.py", "--epochs", "2") for start in (ALONE, TWO, [*TWO[:-1], "3"]))
+    for out in (alone, two, three):
+        assert number_after("after", out) == 50
+        assert abs(number_after("test accuracy", out) - number_after("test accuracy", alone)) < 0.7  # 2 of 297 samples
 
 
 @pytest.mark.parametrize("strategy", ["ring", "shared:update=sharded"])
 @pytest.mark.parametrize("name", TINY)
 def test_examples_run_on_two_workers(name: str, strategy: str) -> None:
     out = run([*TWO, "--strategy", strategy], name, *TINY[name])
-    assert out.count("test accuracy" if name == "digits.py" else "validation loss") == 1
+    assert out.count("test accuracy" if name == "digits.py" else "it writes:") == 1
     assert not re.search(r"^\[1\]", out, re.MULTILINE)
 
 
-def test_digits_on_two_workers_takes_half_the_steps() -> None:
-    alone, two = (run(start, "digits.py", "--epochs", "2") for start in (ALONE, TWO))
-    assert (number_after("after", alone), number_after("after", two)) == (60, 30)
-    assert number_after("test accuracy", two) > 50
-
-
 def test_gpt_alone_learns_and_writes_a_sample() -> None:
-    out = run(ALONE, "gpt.py", *TINY["gpt.py"], "--epochs", "3", "--lr", "0.01")
-    loss = number_after("validation loss", out)
-    assert loss < math.log(60)  # below that of a guess among its letters
-    assert "a sample:" in out and len(out.partition("a sample:")[2]) > 300
+    out = run(ALONE, "gpt.py", *TINY["gpt.py"], "--epochs", "5", "--lr", "0.01")
+    assert number_after("loss", out) < math.log(60) - 1  # well below that of a guess among its letters
+    assert len(out.partition("it writes:")[2]) > 300
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -1,9 +1,14 @@
-"""Trainings of ranks as threads: `train(n, strategy, …)` trains a small model and returns every rank's parameters."""
+"""Trainings of ranks as threads.
+
+`train(n, strategy, …)` trains a small model on `job.shard` and returns every rank's parameters. `same(script, …)` runs
+a script, as a user would write it, on workers and in plain PyTorch on the whole batch, and compares what it returns.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +19,8 @@ from hora.data import shard
 from hora.strategies import parse
 from hora.training import Training
 
+FAMILY = ("shared", "ring", "shared:update=sharded", "ring:update=sharded")
+REPLICATED, SHARDED = FAMILY[:2], FAMILY[2:]
 SAMPLES = 60
 _building = threading.Lock()  # the seed is the process's, and ranks are threads
 
@@ -66,3 +73,89 @@ def fit(one: Training, optimizer: str = "sgd", steps: int = 50, count: int = SAM
 
 def train(size: int, strategy: str, transport: str = "memory", **options: Any) -> list[list[torch.Tensor]]:
     return ranks.run(size, lambda group: fit(training(group, strategy), **options), transport)
+
+
+class Plain:
+    """Plain PyTorch behind the words of Training: the reference, one process on the whole batch."""
+
+    rank, size = 0, 1
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def weight(self, count: float) -> None:
+        pass
+
+    def clip(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(list(parameters), max_norm, norm_type)
+
+
+Script = Callable[[Any], list[torch.Tensor]]
+
+
+def same(script: Script, strategy: str, size: int = 2, transport: str = "memory", rtol: float = 1e-10,
+         atol: float = 1e-12, **options: Any) -> list[torch.Tensor]:  # fmt: skip
+    """What `script` returns is the same on every rank, bit for bit, and close to what it returns in plain PyTorch."""
+    expected = script(Plain())
+    results = ranks.run(size, lambda group: script(training(group, strategy, **options)), transport)
+    for rank, found in enumerate(results):
+        for number, (mine, first, wanted) in enumerate(zip(found, results[0], expected, strict=True)):
+            assert torch.equal(mine, first), f"tensor {number} on rank {rank} is not that of rank 0"
+            torch.testing.assert_close(mine, wanted, rtol=rtol, atol=atol, msg=lambda m, n=number: f"tensor {n}: {m}")
+    return results[0]
+
+
+def fail(script: Callable[[Any], Any], strategy: str, size: int = 2, transport: str = "memory", timeout_s: float = 5.0,
+         **options: Any) -> list[str]:  # fmt: skip
+    """What every rank raised, in words; "" where it did not."""
+    errors = ranks.failures(
+        size, lambda group: script(training(group, strategy, **options)), transport, timeout_s=timeout_s
+    )
+    return [f"{type(error).__name__}: {error}" if error is not None else "" for error in errors]
+
+
+@contextlib.contextmanager
+def building(seed: int = 0) -> Iterator[None]:
+    """Models are built one after the other: the seed is the process's, and ranks are threads."""
+    with _building:
+        torch.manual_seed(seed)
+        yield
+
+
+def mlp(width: int = 24, inputs: int = 6, outputs: int = 3, seed: int = 0) -> torch.nn.Sequential:
+    """In float64, so that one process and many differ by rounding only, far below any mistake."""
+    with building(seed):
+        return torch.nn.Sequential(
+            torch.nn.Linear(inputs, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh(),
+            torch.nn.Linear(width, outputs)
+        ).double()  # fmt: skip
+
+
+def batch(step: int, count: int = 12, inputs: int = 6) -> torch.Tensor:
+    """The whole batch of a step, the same for everybody."""
+    return torch.randn(count, inputs, generator=torch.Generator().manual_seed(100 + step), dtype=torch.float64)
+
+
+def part(one: Any, whole: torch.Tensor) -> torch.Tensor:
+    """This worker's even share of it."""
+    return whole.chunk(one.size)[one.rank]
+
+
+def uneven(one: Any, whole: torch.Tensor) -> torch.Tensor:
+    """This worker's share, more the higher its rank; its weight is said."""
+    edges = [len(whole) * r * (r + 1) // (one.size * (one.size + 1)) for r in range(one.size + 1)]
+    mine = whole[edges[one.rank] : edges[one.rank + 1]]
+    one.weight(len(mine))
+    return mine
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = model(x)
+    return (y.square().sum(1) + y.sum(1)).mean()
+
+
+def parameters_of(*models: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for model in models for p in model.parameters()]

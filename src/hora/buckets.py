@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import types
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -125,6 +127,8 @@ def plan(
 class Listener(Protocol):
     """Who is told. Called on the thread that runs backward; what it raises comes out of `backward()`."""
 
+    silent: bool  # inside `job.accumulate()`: buckets are not announced
+
     def bucket_ready(self, bucket: Bucket) -> None:
         """All its gradients of this backward are there, and all buckets before it have been announced."""
 
@@ -135,15 +139,17 @@ class Listener(Protocol):
 class Backward:
     """Watches backward passes over `parameters` by PyTorch's own hooks. One thread at a time.
 
-    Until `arm` gives it buckets it records only the order in which gradients come (`order`). While `silent`, inside
-    `job.accumulate()`, buckets are not announced.
+    Until `arm` gives it buckets it records only the order in which gradients come (`order`). `torch.autograd.grad`, and
+    a backward that was given `inputs`, count only if a gradient of ours came in it; `passed` tells that none did.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], listener: Listener) -> None:
         self.parameters = parameters
         self.names = names
-        self.silent = False
         self.running = False
+        self.passed = False
+        self.signet = ""  # a short word for who is watched: the same on two ranks if they watch the same
+        self.num_fires = [0] * len(parameters)  # ever: how often each gradient was added to
         self.buckets: list[Bucket] = []
         self.announced = 0
         self.late: set[int] = set()  # parameters whose gradient comes in several parts
@@ -158,15 +164,21 @@ class Backward:
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
-    def hook(self) -> bool:
-        """Watches every parameter that requires a gradient now; tells whether that set has changed."""
+    def hook(self, keep: bool = False) -> bool:
+        """Watches every parameter that requires a gradient now; tells whether that set has changed.
+
+        With `keep` those that no longer do are watched on: they may hold a gradient that is still to be sent.
+        """
         wanted = {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
+        if keep:
+            wanted |= self._handles.keys()
         if wanted == self._handles.keys():
             return False
         for index in self._handles.keys() - wanted:
             self._handles.pop(index).remove()
         for index in sorted(wanted - self._handles.keys()):
             self._handles[index] = self.parameters[index].register_post_accumulate_grad_hook(self._hook_for(index))
+        self.signet = f"of {len(wanted)} gradients, {zlib.crc32(repr(self.watched).encode()):08x}"
         return True
 
     def unhook(self) -> None:
@@ -178,6 +190,11 @@ class Backward:
     def watched(self) -> list[int]:
         """The parameters that take part."""
         return sorted(self._handles)
+
+    @property
+    def unwatched(self) -> list[int]:
+        """Those that require a gradient and have no hook yet: unfrozen since the last `hook`."""
+        return [i for i, p in enumerate(self.parameters) if p.requires_grad and i not in self._handles]
 
     @property
     def order(self) -> list[int]:
@@ -232,12 +249,13 @@ class Backward:
 
     def _came(self, index: int) -> None:
         self._fires[index] += 1
+        self.num_fires[index] += 1
         if not self.buckets:
             self._order.append(index)
             if self._fires[index] > 1:
                 self.late.add(index)
             return
-        if self.silent:
+        if self._listener.silent:
             return
         if self._fires[index] > 1:
             if index in self.late:
@@ -255,23 +273,33 @@ class Backward:
             self._listener.bucket_ready(self.buckets[self.announced - 1])
 
     def _end(self) -> None:
-        if _nested():
+        is_nested, call = _caller()
+        if is_nested:
             return  # the end of a checkpoint's own backward; the outer one goes on
         self._tasks.clear()
         if not self.running:
+            if call is None or call.f_code.co_name == "grad" or call.f_locals.get("inputs"):
+                self.passed = True
+                return
             self._begin()
         self.running = False
         self._listener.after_backward()
 
 
-def _nested() -> bool:
-    """Whether the backward that ends now was called from inside another one."""
-    frame, passes = sys._getframe(1), 0
+def _caller() -> tuple[bool, types.FrameType | None]:
+    """Whether the pass that ends now was called inside another one; if not, the call of `backward` or `grad`.
+
+    No call is seen where a pass ends on a thread of autograd's own, as with GPUs.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    call = None
     while frame is not None:
         code = frame.f_code
         if code.co_name == "_engine_run_backward":
-            passes += 1
+            if call is not None:
+                return True, None
+            call = frame.f_back
         elif code.co_name == "apply" and code.co_filename.endswith("autograd/function.py"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return passes > 1
+            return True, None
+        frame = frame.f_back
+    return False, call

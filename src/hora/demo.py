@@ -2,10 +2,12 @@
 
 Every run goes through the real launcher; its workers are this module, `python -m hora.demo RESULT EPOCHS`. The global
 batch is the same everywhere, so that all runs take the same steps and must end with the same model, up to rounding.
+The runs' records go into a folder that the demo removes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -14,62 +16,104 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from .bench.train import ending_on_signals, num_cores
+
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.console import Console
 
 
 STRATEGIES = ("auto", "shared", "shared:update=sharded", "ring", "halving", "tree", "star", "engine")
 EPOCHS = 6
 GLOBAL_BATCH = 60
 LEARNING_RATE = 2e-3
+SHOW_EVERY = 10  # steps
 TAIL_LINES = 20
+LEAVE_S = 10.0
+UNKNOWN = "–"
+WIDTH = 100
+WORKER = ("-m", "hora.demo")
 
 Result = dict[str, Any]
+Show = Callable[[int, int], None]  # steps done, of how many
 
 
 def main(epochs: int = EPOCHS) -> int:
-    """Runs all, shows a bar for each and a table at the end; 1 if a run failed, else 0."""
+    """Runs all, shows a bar or a line for each and a table at the end; 1 if a run failed, else 0."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    workers = 4 if _num_cores() >= 4 else 2
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    workers = 4 if num_cores() >= 4 else 2
     runs = [("auto", 1), *((strategy, workers) for strategy in STRATEGIES)]
     console.print(
-        f"A small convolutional net learns 1,500 handwritten digits: 1 worker, then {workers}, {epochs} epochs each."
+        f"A small convolutional net learns 1,500 handwritten digits, {epochs} epochs each time:\n"
+        f"with 1 worker, then with {workers} under each strategy.\n"
     )
     results: list[Result] = []
     failures: list[str] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     with (
-        tempfile.TemporaryDirectory(prefix="hora-demo-") as folder,
-        Progress(*columns, TimeElapsedColumn(), console=console) as progress,
+        tempfile.TemporaryDirectory(prefix="hora-demo-", ignore_cleanup_errors=True) as folder,
+        ending_on_signals(),
+        _showing(console) as showing,
     ):
         for index, (strategy, size) in enumerate(runs):
-            result, complaint = _run(strategy, size, epochs, pathlib.Path(folder) / str(index), progress)
+            with showing(f"{strategy}, {size} worker{'s' if size > 1 else ''}") as show:
+                result, complaint = _run(strategy, size, epochs, pathlib.Path(folder) / str(index), show)
             if result is not None:
                 results.append(result)
             else:
                 failures.append(complaint)
-    _print_results(results, console)
+    if results:
+        _print_results(results, console)
     for failure in failures:
-        print(f"hora demo: {failure}", file=sys.stderr)
-    print("\nNext: hora run -n 2 examples/gpt.py · hora explain ring · hora bench train -n 2 (against DDP)", flush=True)
+        print(f"hora demo: {failure}", file=sys.stderr, flush=True)
+    print("Next: hora run -n 2 examples/gpt.py · hora explain ring · hora bench train -n 2 (against DDP)", flush=True)
     return 1 if failures else 0
 
 
-def _run(strategy: str, size: int, epochs: int, folder: pathlib.Path, progress: Progress) -> tuple[Result | None, str]:
+@contextlib.contextmanager
+def _showing(console: Console) -> Iterator[Callable[[str], contextlib.AbstractContextManager[Show]]]:
+    """How a run is shown while it goes on: a bar on a terminal, elsewhere a line when it has ended."""
+    if not sys.stdout.isatty():
+        yield _line
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    @contextlib.contextmanager
+    def bar(name: str) -> Iterator[Show]:
+        task = progress.add_task(f"{name:<{len('shared:update=sharded, 2 workers')}}", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+        progress.stop_task(task)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        yield bar
+
+
+@contextlib.contextmanager
+def _line(name: str) -> Iterator[Show]:
+    begin, steps = time.monotonic(), 0
+
+    def show(done: int, total: int) -> None:
+        nonlocal steps
+        steps = done
+
+    yield show
+    print(f"{name}: {steps} steps in {time.monotonic() - begin:.1f} s", flush=True)
+
+
+def _run(strategy: str, size: int, epochs: int, folder: pathlib.Path, show: Show) -> tuple[Result | None, str]:
     """One run through the launcher: its result, or what is to be said of its failure."""
     folder.mkdir()
     path = folder / "result.json"
     command = [sys.executable, "-m", "hora.launch.cli", "run", "-n", str(size), "--strategy", strategy]
-    command += ["--run-dir", str(folder / "run"), "-m", "hora.demo", str(path), str(epochs)]
-    task = progress.add_task(f"{strategy}, {size} worker{'s' if size > 1 else ''}", total=None)
+    command += ["--run-dir", str(folder / "run"), *WORKER, str(path), str(epochs)]
     said: list[str] = []
     with subprocess.Popen(
         command,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,41 +121,53 @@ def _run(strategy: str, size: int, epochs: int, folder: pathlib.Path, progress: 
         env=dict(os.environ, OMP_NUM_THREADS="1"),
     ) as launcher:
         assert launcher.stdout is not None
-        for line in launcher.stdout:
-            steps = re.fullmatch(r"\[0\] step (\d+) of (\d+)\n", line)
-            if steps:
-                progress.update(task, completed=int(steps[1]), total=int(steps[2]))
-            else:
-                said.append(line)
-    progress.stop_task(task)
+        try:
+            for line in launcher.stdout:
+                steps = re.fullmatch(r"\[0\] step (\d+) of (\d+)\n", line)
+                if steps:
+                    show(int(steps[1]), int(steps[2]))
+                else:
+                    said.append(line)
+        except BaseException:  # interrupted: the launcher ends its ranks, which takes it a moment
+            launcher.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(LEAVE_S)
+            raise
     if launcher.returncode:
         tail = "".join(f"  {line}" for line in said[-TAIL_LINES:]).rstrip()
         return None, f"{strategy} with {size} ended with exit code {launcher.returncode}:\n{tail}"
     return json.loads(path.read_text()), ""
 
 
-def _print_results(results: list[Result], console: Any) -> None:
+def _print_results(results: list[Result], console: Console) -> None:
     from rich.table import Table
 
     table = Table()
-    table.add_column("strategy")
-    headings = ("workers", "samples/s", "final loss", "test accuracy", "waiting", "bytes/step", "peak memory")
+    table.add_column("strategy", overflow="fold")
+    headings = (
+        "workers", "samples\nper s", "final\nloss", "test\naccuracy", "time\nwaiting", "bytes\nper step",
+        "peak memory\nper worker",
+    )  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in results:
+        counted = row["workers"] == 1 or row["bytes_per_step"] > 0
         table.add_row(
             row["strategy"],
             str(row["workers"]),
-            f"{row['samples_per_s']:.0f}",
+            f"{row['samples_per_s']:,.0f}",
             f"{row['loss']:.4f}",
             f"{row['accuracy']:.1%}",
             f"{row['waiting']:.1%}",
-            f"{row['bytes_per_step']:,.0f}",
-            f"{row['peak_bytes'] / 1e6:.0f} MB",
+            f"{row['bytes_per_step']:,.0f}" if counted else UNKNOWN,
+            f"{row['peak_bytes'] / 1e6:,.0f} MB",
         )
+    console.print()
     console.print(table)
+    engine = f"; {UNKNOWN} the engine does not count" if any(row["strategy"] == "engine" for row in results) else ""
     console.print(
-        "waiting: share of the time that training waited for communication; bytes/step and peak memory: per worker",
+        f"time waiting: share of training spent on communication, or waiting for it\nbytes per step: sent by each "
+        f"worker, on average{engine}\n",
         style="dim",
     )
 
@@ -135,7 +191,7 @@ def worker(path: str, epochs: int) -> None:
     ).to(job.device)  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     job.prepare(model, optimizer)
-    loader = job.shard(train, global_batch=GLOBAL_BATCH)
+    loader = job.shard(train, global_batch=GLOBAL_BATCH, shuffle=True)
     total = epochs * len(loader)
     begin, first = time.perf_counter(), 0
     for epoch in job.epochs(epochs):
@@ -147,7 +203,7 @@ def worker(path: str, epochs: int) -> None:
             optimizer.zero_grad()
             job.log(loss=loss)
             sum_of_losses += loss.detach().cpu() * len(x)
-            if job.rank == 0:
+            if job.rank == 0 and (job.step % SHOW_EVERY == 0 or job.step == total):
                 print(f"step {job.step} of {total}", flush=True)
         if epoch == 0 and epochs > 1:  # the first epoch warms up
             job.traffic.reset()
@@ -156,7 +212,7 @@ def worker(path: str, epochs: int) -> None:
     mine = [traffic.exposed_s / seconds, traffic.sent_bytes / steps]
     model.eval()
     with torch.no_grad():
-        parts = job.shard(test, batch_size=100, shuffle=False)
+        parts = job.shard(test, batch_size=100)
         right = sum(int((model(x.to(job.device)).argmax(1).cpu() == y).sum()) for x, y in parts)
     sums = hora.all_reduce(torch.tensor([sum_of_losses.item(), right, *mine], dtype=torch.float64)).tolist()
     peak = hora.all_reduce(torch.tensor([_peak_bytes()], dtype=torch.float64), "max").item()
@@ -184,10 +240,6 @@ def _peak_bytes() -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak) if sys.platform == "darwin" else float(peak) * 1024
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

@@ -184,6 +184,7 @@ class Job:
             _current = None
         self._progress.close(self.training)
         if not self._failed:
+            self.training.depart()
             with contextlib.suppress(HoraError):
                 self._meeting.control.leave()
         self._world.close()

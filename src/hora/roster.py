@@ -111,15 +111,19 @@ class Roster:
 
         Afterwards everybody has rank 0's values.
         """
-        entries = [[name, list(p.shape), _short(p.dtype)] for name, p in zip(self.names, self.parameters, strict=True)]
+        entries: list[list[object]] = [
+            [name, list(p.shape), _short(p.dtype), list(p.stride()), "trained" if p.requires_grad else "frozen"]
+            for name, p in zip(self.names, self.parameters, strict=True)
+        ]
         entries += [[name, list(b.shape), _short(b.dtype)] for name, b in self.buffers.items()]
         everybody = letters.ask_all(group, entries, "models")
         for rank, theirs in enumerate(everybody):
             for mine, other in itertools.zip_longest(everybody[0], theirs):
                 if mine != other:
+                    there, here = _entry(other, mine), _entry(mine, other)
                     raise Mismatch(
-                        f"the models differ: {group.transport.name_of(rank)} has {_entry(other)} where "
-                        f"{group.transport.name_of(0)} has {_entry(mine)}. Every worker must build the same model"
+                        f"the models differ: {group.transport.name_of(rank)} has {there} where "
+                        f"{group.transport.name_of(0)} has {here}. Every worker must build the same model"
                     )
         self.broadcast([*(p.detach() for p in self.parameters), *self.buffers.values()], group)
 
@@ -136,9 +140,9 @@ class Roster:
                     for piece, place in pieces:
                         piece.copy_(place.to(torch.bool) if piece.dtype is torch.bool else place)
 
-    def signature(self) -> list[int]:
-        """Changes whenever a buffer does."""
-        return [buffer._version for buffer in self.buffers.values()]
+    def signature(self) -> list[tuple[int, int]]:
+        """Changes whenever a buffer does, or is replaced by another tensor."""
+        return [(id(buffer), buffer._version) for buffer in self.buffers.values()]
 
 
 def _packed(
@@ -162,8 +166,14 @@ def _packed(
             yield flat, [(t, place.view(t.shape)) for t, place in zip(taken, places, strict=True)]
 
 
-def _entry(entry: list[object] | None) -> str:
-    return "nothing" if entry is None else f"{entry[0]} {entry[1]} of {entry[2]}"
+def _entry(entry: list[object] | None, against: list[object] | None) -> str:
+    """Name, shape and dtype; what else there is to know of it only if that is the difference."""
+    if entry is None:
+        return "nothing"
+    text = f"{entry[0]} {entry[1]} of {entry[2]}"
+    if against is not None and entry[:3] == against[:3] and len(entry) > 4:
+        text += f" (strides {entry[3]}, {entry[4]})"
+    return text
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -19,12 +20,15 @@ from .collectives.base import Group
 from .errors import HoraError
 from .training import Training
 
+BUFFER = "buffer:"  # before the name of one in a checkpoint, since a parameter might be called the same
+
 
 def save(training: Training, group: Group, directory: str, strategy: str, keep: int) -> str:
     """Collective. Returns the path of the checkpoint; a failure on rank 0 is raised on every rank."""
     sync = training.sync
     if sync is None:
         raise HoraError("job.save() comes after job.prepare(): there is nothing to save yet")
+    training.depart()
     group.barrier("job.save")
     snapshot = sync.snapshot()
     generators = group.gather(letters.pack(msgspec.msgpack.encode(_generators())), name="random generators")
@@ -37,19 +41,20 @@ def save(training: Training, group: Group, directory: str, strategy: str, keep: 
                 "step": training.step,
                 "strategy": strategy,
                 "workers": group.size,
-                "epoch": training.current_epoch,
+                "epoch": training.next_epoch(),
                 "optimizers": states,
                 "groups": [_groups(optimizer) for optimizer in training.optimizers],
                 "loop": loops,
                 "shards": [{**shard.state(), "global_batch": shard.global_batch} for shard in training.shards],
             }
             files = {
-                "model": {**snapshot.parameters, **{f"buffer:{k}": v for k, v in snapshot.buffers.items()}},
+                "model": {**snapshot.parameters, **{BUFFER + name: snapshot.buffers[name] for name in _kept(training)}},
                 "optimizer": tensors,
                 "loop": loop_tensors,
                 "rng": {f"rank-{rank}": letter for rank, letter in enumerate(generators)},
             }
-            path = str(checkpoint.save(directory, training.step, files, record, keep))
+            infinite = {BUFFER + name for name in training.infinite}
+            path = str(checkpoint.save(directory, training.step, files, record, keep, infinite))
         except (HoraError, ValueError) as error:
             problem = str(error)
     path, problem = letters.tell(group, [path, problem], "the checkpoint")
@@ -76,10 +81,12 @@ def restore(training: Training, group: Group, directory: str) -> int | None:
         return None
     record = letters.tell(group, found.record if found else None, "record")
     files = {stem: _read(group, found, stem) for stem in ("model", "optimizer", "loop", "rng")}
-    _check_names(sync.roster.names, files["model"])
-    parameters = {name: files["model"][name] for name in sync.roster.names}
-    buffers = {name: files["model"][f"buffer:{name}"] for name in sync.roster.buffers}
-    sync.reload(parameters, buffers)
+    sync.roster.refresh_buffers()
+    parameters = dict(zip(sync.roster.names, sync.roster.parameters, strict=True))
+    wanted = {**parameters, **{BUFFER + name: sync.roster.buffers[name] for name in _kept(training)}}
+    _check_model(wanted, files["model"], record, training)
+    buffers = {name: files["model"].get(BUFFER + name, own) for name, own in sync.roster.buffers.items()}
+    sync.reload({name: files["model"][name] for name in parameters}, buffers)
     sync.load_states(checkpoint.decode(record["optimizers"], files["optimizer"]))
     for optimizer, groups in zip(training.optimizers, record["groups"], strict=True):
         for group_of_parameters, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -100,10 +107,37 @@ def restore(training: Training, group: Group, directory: str) -> int | None:
     return int(record["step"])
 
 
-def _check_names(names: list[str], saved: dict[str, torch.Tensor]) -> None:
-    missing = [name for name in names if name not in saved]
-    if missing:
-        raise HoraError(f"the checkpoint has no {missing[0]}: it is of another model")
+def _check_model(
+    wanted: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], record: dict[str, Any], training: Training
+) -> None:
+    """HoraError, before anything was changed, if the checkpoint is of another model or other optimizers."""
+    for name, tensor in wanted.items():
+        if name not in saved:
+            raise HoraError(f"the checkpoint has no {name.removeprefix(BUFFER)}: it is of another model")
+        if saved[name].shape != tensor.shape:
+            raise HoraError(
+                f"{name.removeprefix(BUFFER)} has shape {list(saved[name].shape)} in the checkpoint and "
+                f"{list(tensor.shape)} here: it is of another model"
+            )
+    groups = [len(optimizer.param_groups) for optimizer in training.optimizers]
+    if groups != [len(theirs) for theirs in record["groups"]]:
+        raise HoraError(
+            f"the checkpoint has {[len(theirs) for theirs in record['groups']]} parameter groups, by optimizer, and "
+            f"here there are {groups}: prepare the same optimizers"
+        )
+
+
+def _kept(training: Training) -> list[str]:
+    """The buffers that belong to the model's state: not those registered with persistent=False."""
+    assert training.sync is not None
+    roster = training.sync.roster
+    passing = {
+        f"{prefix}{place}{'.' if place else ''}{name}"
+        for prefix, model in roster._prefixed()
+        for place, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return [name for name in roster.buffers if name not in passing]
 
 
 def _loop_state(training: Training) -> dict[str, Any]:

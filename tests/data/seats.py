@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from hora.data import Ledger, Portion, Shard, shard
+from hora.data import Portion, Shard, shard
 
 
 class Recorder:
@@ -28,10 +28,10 @@ class Recorder:
     def epoch(self) -> int | None:
         return self.now
 
-    def training(self) -> bool:
+    def training(self, loader: Shard) -> bool:
         return self.trains
 
-    def stopped(self) -> bool:
+    def stopped(self, loader: Shard) -> bool:
         self._asked += 1
         return self.stop_before is not None and self._asked > self.stop_before
 
@@ -39,13 +39,13 @@ class Recorder:
         self._asked = 0
         self.calls.append(("enter", loader))
 
-    def begin(self, portion: Portion, ledger: Ledger) -> None:
+    def begin(self, loader: Shard, portion: Portion) -> None:
         self.calls.append(("begin", portion.batch))
 
-    def finish(self, portion: Portion) -> None:
+    def finish(self, loader: Shard, portion: Portion) -> None:
         self.calls.append(("finish", portion.batch))
 
-    def absent(self, portion: Portion) -> None:
+    def absent(self, loader: Shard, portion: Portion) -> None:
         self.calls.append(("absent", portion.batch))
 
     def leave(self, loader: Shard, finished: bool) -> None:

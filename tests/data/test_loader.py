@@ -230,8 +230,8 @@ def test_the_state_counts_batches_that_are_done() -> None:
 
 def test_a_batch_whose_step_is_over_can_be_counted_before_the_user_comes_back() -> None:
     class Eager(Recorder):
-        def begin(self, portion: Any, ledger: Any) -> None:
-            super().begin(portion, ledger)
+        def begin(self, loader: Any, portion: Any) -> None:
+            super().begin(loader, portion)
             self.portion = portion
 
     seat = Eager()

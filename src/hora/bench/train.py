@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import os
 import pathlib
 import signal
 import statistics
@@ -23,8 +24,10 @@ from ..launch import codes
 from .train_conductor import LEAVE_S, Answer, Conductor, Contestant
 
 WARM_UP_STEPS = 3
+ROUGH_START_S = 4.0  # a process imports torch and builds its model, on a core of its own
+ROUGH_STEP_S = {"mlp": 0.18, "gpt": 0.85, "cnn": 0.06}
 DEFAULT = (
-    "single", "independent", "independent/kept", "ddp/gloo", "hora/1",
+    "single", "independent", "independent/kept", "single/kept", "ddp/gloo", "hora/1",
     "ring", "shared", "shared/sharded", "ring/serial", "shared/serial",
 )  # fmt: skip
 
@@ -61,17 +64,27 @@ def choose(ranks: int, names: Sequence[str] | None = None, *, everything: bool =
 
 
 def main(
-    those: Sequence[Contestant], model: str, steps: int = 5, rounds: int = 10, json_path: str | None = None
+    those: Sequence[Contestant],
+    model: str,
+    steps: int = 5,
+    rounds: int = 10,
+    json_path: str | None = None,
+    plot_path: str | None = None,
 ) -> int:
-    """Measures, prints the tables and writes JSON lines; returns the exit code."""
+    """Measures, prints the tables, writes JSON lines and the plot; returns the exit code."""
     rows, failures = measure(those, model, steps, rounds)
     from . import table, train_table  # they load torch, which nobody should wait for before the contestants start
 
-    train_table.print_steps(rows, f"training step of {model}, one thread per rank, {rounds} rounds of {steps} steps")
+    title = f"training step of {model}, one thread per rank, {rounds} rounds of {steps} steps"
+    train_table.print_steps(rows, title)
     train_table.print_overheads(rows)
     print(table.machine_text())
     if json_path:
         pathlib.Path(json_path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if plot_path and rows:
+        missing = train_table.plot_steps(rows, f"{title}\n{table.machine_text()}", plot_path)
+        if missing:
+            print(f"no plot: {missing}", file=sys.stderr)
     for failure in failures:
         print(f"hora bench: {failure}", file=sys.stderr)
     return codes.SCRIPT_FAILED if failures else codes.OK
@@ -80,11 +93,14 @@ def main(
 def measure(those: Sequence[Contestant], model: str, steps: int, rounds: int) -> tuple[list[Row], list[str]]:
     """Every contestant's row, and what is to be said of those that have none."""
     turns: dict[str, list[list[Answer]]] = {one.name: [] for one in those}
-    with _ending_on_signals(), tempfile.TemporaryDirectory(prefix="hora-bench-") as folder:
+    with ending_on_signals(), tempfile.TemporaryDirectory(prefix="hora-bench-") as folder:
         conductor = Conductor(those, model, folder)
         leave_s = 0.0  # whoever interrupts does not want to wait for goodbyes
         try:
-            _say(f"starting {sum(one.ranks for one in those)} processes")
+            _say(
+                f"starting {sum(one.ranks for one in those)} processes; all together this takes roughly "
+                f"{duration_text(rough_duration_s(those, model, steps, rounds))} where nothing else runs"
+            )
             conductor.start()
             for one in those:
                 conductor.turn(one.name, WARM_UP_STEPS)
@@ -109,17 +125,33 @@ def measure(those: Sequence[Contestant], model: str, steps: int, rounds: int) ->
     return rows, conductor.failures
 
 
+def rough_duration_s(those: Sequence[Contestant], model: str, steps: int, rounds: int) -> float:
+    """What to tell somebody who waits. More ranks than cores share them."""
+    cores = num_cores()
+    start_s = ROUGH_START_S * max(1.0, sum(one.ranks for one in those) / cores)
+    each = WARM_UP_STEPS + 1 + rounds * (steps + 1)
+    return start_s + sum(each * ROUGH_STEP_S[model] * max(1.0, one.ranks / cores) for one in those)
+
+
+def duration_text(seconds: float) -> str:
+    return f"{max(10, round(seconds, -1)):.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+
+
 def row_of(one: Contestant, model: str, batch_size: int, turns: Sequence[Sequence[Answer]]) -> Row:
-    """One JSON line. `comm_s` is per step, the mean over ranks; `hidden` the share that training did not wait for."""
+    """One JSON line. `comm_s` and `exposed_s` are per step, the mean over ranks.
+
+    `hidden` is the share of communication that training neither did itself nor waited for.
+    """
     seconds = sorted(
         max(step) for ranks in turns for step in zip(*(answer["seconds"] for answer in ranks), strict=True)
     )
     answers = [answer for ranks in turns for answer in ranks]
-    comm_s = hidden = None
+    comm_s = exposed_s = hidden = None
     if all("comm_s" in answer for answer in answers):
-        total = sum(answer["comm_s"] for answer in answers)
-        comm_s = total / sum(len(answer["seconds"]) for answer in answers)
-        hidden = 1 - sum(answer["exposed_s"] for answer in answers) / total if total else None
+        num_steps = sum(len(answer["seconds"]) for answer in answers)
+        comm_s = sum(answer["comm_s"] for answer in answers) / num_steps
+        exposed_s = sum(answer["exposed_s"] for answer in answers) / num_steps
+        hidden = max(0.0, 1 - exposed_s / comm_s) if comm_s else None  # two clocks: serial may come out a hair below 0
     median = statistics.median(seconds)
     return {
         "name": one.name,
@@ -131,10 +163,16 @@ def row_of(one: Contestant, model: str, batch_size: int, turns: Sequence[Sequenc
         "comm_s": comm_s,
         "hidden": hidden,
         "samples_per_s": one.ranks * batch_size / median,
+        "exposed_s": exposed_s,
         "efficiency": None,
         "rounds": len(turns),
         "steps": len(turns[0][0]["seconds"]),
     }
+
+
+def num_cores() -> int:
+    """Those that this process may use. The transport has the same, with torch, which is not loaded here."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _say(text: str) -> None:
@@ -142,8 +180,8 @@ def _say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP, as Ctrl-C does anyway, unwind the stack, so that the contestants are ended."""
+def ending_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP, as Ctrl-C does anyway, unwind the stack, so that what was started is ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -61,7 +61,8 @@ class Running:
             run = ["-m", "hora.launch.cli", "run", "-n", str(contestant.ranks), *strategy]
             self._start([*run, "--run-dir", str(folder / "run"), *rank_of], env)
             return
-        env |= {"WORLD_SIZE": str(contestant.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        # They meet in a file: a port that was free may be taken, with so many starting, before DDP listens on it.
+        env |= {"WORLD_SIZE": str(contestant.ranks), "MEET_AT": (folder / "store").as_uri()}
         for rank in range(contestant.ranks):
             self._start(rank_of, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
 
@@ -237,9 +238,3 @@ def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "had to be ended"
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -45,7 +45,8 @@ def train(how: str, model_name: str) -> tuple[int, Step, Any, Step]:
     if how == "ddp":
         import torch.distributed as dist
 
-        dist.init_process_group("gloo")
+        ranks = int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", init_method=os.environ["MEET_AT"], rank=rank, world_size=ranks)
         model = torch.nn.parallel.DistributedDataParallel(model)
         end = dist.destroy_process_group  # without it Gloo may abort at exit
     inputs, targets = workload.batch(torch.Generator().manual_seed(rank))

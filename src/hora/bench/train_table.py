@@ -1,4 +1,4 @@
-"""What `hora bench train` shows: the steps, and what each contestant pays over processes that never talk."""
+"""What `hora bench train` shows: the steps, what each contestant pays over processes that never talk, and a plot."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.table import Table
 from .table import Row, time_text
 
 WIDTH = 120
+PEERS = ("single", "single/kept", "independent", "independent/kept", "ddp/gloo")
 TARGETS = {
     ("mlp", "shared/sharded"): ("percent", 2.0),
     ("mlp", "shared"): ("share", 0.25),
@@ -30,16 +31,19 @@ def print_steps(rows: list[Row], title: str) -> None:
     for heading in ("ranks", "ms: median (p10 to p90)", "comm ms", "hidden", "samples/s", "efficiency"):
         table.add_column(heading, justify="right")
     for row in rows:
+        alone = row["ranks"] == 1  # nobody to talk to
         table.add_row(
             row["name"],
             str(row["ranks"]),
             f"{time_text(row['step_median_s'])} "
             f"[dim]({time_text(row['step_p10_s'])} to {time_text(row['step_p90_s'])})[/dim]",
-            _or_nothing(row["comm_s"], time_text),
-            _or_nothing(row["hidden"], "{:.0%}".format),
+            "" if alone else _or_nothing(row["comm_s"], time_text),
+            "" if alone else _or_nothing(row["hidden"], "{:.0%}".format),
             f"{row['samples_per_s']:.0f}",
             _or_nothing(row["efficiency"], "{:.1%}".format),
         )
+    table.caption = "efficiency: samples/s of each rank against single's; hidden: communication beside computation"
+    table.caption_justify = "left"
     Console(width=WIDTH).print(table)
 
 
@@ -76,6 +80,47 @@ def print_overheads(rows: list[Row]) -> None:
         )
     if table.row_count:
         Console(width=WIDTH).print(table)
+
+
+def plot_steps(rows: list[Row], title: str, path: str) -> str | None:
+    """A bar for each median, whiskers from p10 to p90, the peers above Hora. What is missing, if it cannot be drawn."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "matplotlib is not installed (pip install hora[plot])"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = {
+        "peers": ([row for row in rows if row["name"] in PEERS], "tab:orange"),
+        "Hora": ([row for row in rows if row["name"] not in PEERS], "tab:blue"),
+    }
+    figure, axes = pyplot.subplots(figsize=(9, 2 + 0.4 * len(rows)))
+    place, places = 0.0, []
+    for group, (those, color) in groups.items():
+        for row in those:
+            median, low, high = (row[f"step_{which}_s"] * 1e3 for which in ("median", "p10", "p90"))
+            axes.barh(place, median, color=color, alpha=0.75, label=group if row is those[0] else None)
+            axes.errorbar(median, place, xerr=[[median - low], [high - median]], color="black", capsize=3, linewidth=1)
+            axes.annotate(
+                time_text(row["step_median_s"]), (high, place), (6, 0), textcoords="offset points", va="center"
+            )
+            places.append((place, f"{row['name']}, {row['ranks']} rank{'s' if row['ranks'] > 1 else ''}"))
+            place += 1
+        place += 0.6 if those else 0
+    axes.set_yticks([at for at, _ in places], [text for _, text in places])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("milliseconds per step (median; whiskers: p10 to p90)")
+    axes.set_title(title, fontsize=10)
+    axes.grid(True, axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return None
 
 
 def _overhead(named: dict[str, Row], name: str, kept: str = "") -> float | None:

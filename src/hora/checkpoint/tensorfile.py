@@ -11,7 +11,7 @@ on the CPU at once, and tells of a full disk only in words.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -50,10 +50,10 @@ class TensorFile:
         self._tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
         self._header = self._make_header()
 
-    def check_finite(self) -> None:
-        """HoraError naming file, tensor and how many values, if one of them is infinite or not a number."""
+    def check_finite(self, but: Collection[str] = ()) -> None:
+        """HoraError names file, tensor and how many values, if one that is not in `but` is infinite or not a number."""
         for key, tensor in self._tensors.items():
-            if not tensor.is_floating_point():
+            if not tensor.is_floating_point() or key in but:
                 continue
             values = tensor.detach()
             if values.itemsize == 1:

@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +48,22 @@ def save(
     tensors: Mapping[str, Mapping[str, Tensor]],
     record: dict[str, Any],
     keep: int = 2,
+    infinite: Collection[str] = (),
 ) -> Path:
     """Writes `directory`/step-`step`, prunes all but the `keep` newest valid ones up to it, and returns its path.
 
     When it returns, the checkpoint outlasts a power cut. When it raises, nothing half-written is left and the older
     ones are untouched: ValueError for what a checkpoint cannot hold, HoraError for values that are not finite and for
     what the disk refused. `tensors` maps a file's stem to named tensors, on any device, with any strides, sharing
-    memory or not; `record` is what JSON can hold. Newer checkpoints are left alone. One writer at a time per directory;
-    blocks until the disk has everything, and reads `keep` - 1 older checkpoints to know that they are valid.
+    memory or not; those named in `infinite` need not be finite. `record` is what JSON can hold. Newer checkpoints are
+    left alone. One writer at a time per directory; blocks until the disk has everything, and reads `keep` - 1 older
+    checkpoints to know that they are valid.
     """
     if keep < 2:
         raise ValueError(f"keep={keep}: at least two checkpoints are kept, since the newest may turn out damaged")
     if not 0 <= step < 10**18:
         raise ValueError(f"step={step}: a checkpoint's step is a number from 0")
-    contents = _check(tensors, record)
+    contents = _check(tensors, record, infinite)
     path = Path(os.path.abspath(directory)) / f"step-{step}"
     try:
         _make_directory(path.parent)
@@ -84,7 +86,9 @@ def save(
     return path
 
 
-def _check(tensors: Mapping[str, Mapping[str, Tensor]], record: dict[str, Any]) -> dict[str, _Content]:
+def _check(
+    tensors: Mapping[str, Mapping[str, Tensor]], record: dict[str, Any], infinite: Collection[str]
+) -> dict[str, _Content]:
     """What every file will hold; nothing is copied yet."""
     files = []
     for stem, named in tensors.items():
@@ -98,7 +102,7 @@ def _check(tensors: Mapping[str, Mapping[str, Tensor]], record: dict[str, Any]) 
     if len(state) > STATE_LIMIT_BYTES:
         raise ValueError(f"a checkpoint's record has {len(state)} bytes, at most {STATE_LIMIT_BYTES} can be read back")
     for file in files:
-        file.check_finite()
+        file.check_finite(infinite)
     return {**{file.name: file.pieces() for file in files}, STATE: [state]}
 
 

@@ -34,22 +34,22 @@ class Seat(Protocol):
     def epoch(self) -> int | None:
         """The epoch of `job.epochs` under way; None outside."""
 
-    def training(self) -> bool:
+    def training(self, loader: Shard) -> bool:
         """Whether this loop trains: then a worker without samples takes part in the step."""
 
-    def stopped(self) -> bool:
+    def stopped(self, loader: Shard) -> bool:
         """Whether the loop ends here, before the next batch."""
 
     def enter(self, loader: Shard) -> None:
         """An iteration starts."""
 
-    def begin(self, portion: Portion, ledger: Ledger) -> None:
-        """A batch is about to be handed to the user's code. Once its step is taken, `ledger.done` may be told."""
+    def begin(self, loader: Shard, portion: Portion) -> None:
+        """A batch is about to be handed to the user's code. Once its step is taken, `loader.ledger` may be told."""
 
-    def finish(self, portion: Portion) -> None:
+    def finish(self, loader: Shard, portion: Portion) -> None:
         """The user's code came back for the next one."""
 
-    def absent(self, portion: Portion) -> None:
+    def absent(self, loader: Shard, portion: Portion) -> None:
         """This worker has no samples in this batch. Called only while training."""
 
     def leave(self, loader: Shard, finished: bool) -> None:
@@ -68,22 +68,22 @@ class Alone:
     def epoch(self) -> int | None:
         return None
 
-    def training(self) -> bool:
+    def training(self, loader: Shard) -> bool:
         return True
 
-    def stopped(self) -> bool:
+    def stopped(self, loader: Shard) -> bool:
         return False
 
     def enter(self, loader: Shard) -> None:
         pass
 
-    def begin(self, portion: Portion, ledger: Ledger) -> None:
+    def begin(self, loader: Shard, portion: Portion) -> None:
         pass
 
-    def finish(self, portion: Portion) -> None:
+    def finish(self, loader: Shard, portion: Portion) -> None:
         pass
 
-    def absent(self, portion: Portion) -> None:
+    def absent(self, loader: Shard, portion: Portion) -> None:
         pass
 
     def leave(self, loader: Shard, finished: bool) -> None:
@@ -152,17 +152,17 @@ class Shard:
             ledger, portions, fetch, drawn = self._source.read(seat, place.epoch, place.batch, place.drawn)
             self.ledger, self._place = ledger, dataclasses.replace(place, drawn=drawn)
             for portion in portions:
-                if seat.stopped():
+                if seat.stopped(self):
                     break
                 if portion.mine:
                     batch = fetch()
-                    seat.begin(portion, ledger)
+                    seat.begin(self, portion)
                     yield batch
                     ledger.done(portion)
-                    seat.finish(portion)
+                    seat.finish(self, portion)
                 else:
-                    if seat.training():
-                        seat.absent(portion)
+                    if seat.training(self):
+                        seat.absent(self, portion)
                     ledger.done(portion)
             else:
                 ended = True

@@ -263,8 +263,16 @@ def allreduce(
 @click.option(
     "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
 )
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
 def train(
-    size: int, model: str, steps: int, rounds: int, only: str | None, everything: bool, json_path: str | None
+    size: int,
+    model: str,
+    steps: int,
+    rounds: int,
+    only: str | None,
+    everything: bool,
+    json_path: str | None,
+    plot_path: str | None,
 ) -> int:
     """A training step of plain PyTorch, of DDP on Gloo, and of Hora's strategies, interleaved in one run.
 
@@ -280,7 +288,7 @@ def train(
         those = training.choose(size, names, everything=everything)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    return training.main(those, model, steps, rounds, json_path)
+    return training.main(those, model, steps, rounds, json_path, plot_path)
 
 
 @hora.command()

@@ -1,7 +1,7 @@
 """Couriers: how a bucket's gradients get around. Both take buckets in order and have nobody wait until `finish`.
 
-- `Mail`: through registered memory on one host. The training thread itself does what is to be done as soon as its peers
-  have come: with as many workers as cores there is nobody else to do it, and nothing has to be handed over.
+- `Mail`: through registered memory on one host. With as many workers as cores the training thread itself does what is
+  to be done, as soon as its peers have come: there is nobody else to do it. With cores to spare a thread does.
 - `Calls`: by the group's collectives, on the group's thread, while the training thread computes.
 """
 
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import abc
 import math
+import queue
+import threading
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +25,53 @@ from ..collectives.mailbox import Form, Mailbox
 from .sync import Traffic
 
 Culprits = list[tuple[int, int]]  # (rank, parameter)
+
+
+class Errand:
+    """A thread that does one thing after the other: `work(item)` for each, and `rest()` whenever there is none left."""
+
+    def __init__(self, work: Callable[[Any], None], rest: Callable[[], None]) -> None:
+        self._work = work
+        self._rest = rest
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._num_open = 0
+        self._news = threading.Condition()
+        self._error: BaseException | None = None
+        self._seconds = 0.0
+        threading.Thread(target=self._run, name="hora-errand", daemon=True).start()
+
+    def give(self, item: Any) -> None:
+        with self._news:
+            self._num_open += 1
+        self._items.put(item)
+
+    def wait(self) -> float:
+        """Blocks until all is done, raises what went wrong; the seconds it took since the last time."""
+        with self._news:
+            self._news.wait_for(lambda: not self._num_open)
+            seconds, self._seconds = self._seconds, 0.0
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return seconds
+
+    def close(self) -> None:
+        self._items.put(self)
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not self:
+            begin = time.perf_counter()
+            try:
+                if self._error is None:
+                    self._work(item)
+                    if self._items.empty():
+                        self._rest()
+            except BaseException as error:
+                self._error = error
+            with self._news:
+                self._seconds += time.perf_counter() - begin
+                self._num_open -= 1
+                self._news.notify_all()
 
 
 class Courier(abc.ABC):
@@ -51,6 +101,9 @@ class Courier(abc.ABC):
     def culprits(self) -> Culprits:
         """Whose gradient of which parameter was not finite, as far as this worker can tell; after `finish`."""
 
+    def close(self) -> None:
+        """There will be no exchange any more."""
+
     def _spent(self, seconds: float) -> None:
         """The training thread's own work for it."""
         self.traffic.comm_s += seconds
@@ -58,13 +111,19 @@ class Courier(abc.ABC):
 
 
 class Mail(Courier):
-    def __init__(self, group: Group, buckets: Sequence[Bucket], keep: bool, traffic: Traffic) -> None:
+    def __init__(
+        self, group: Group, buckets: Sequence[Bucket], keep: bool, traffic: Traffic, *, errand: bool = False
+    ) -> None:
+        """`errand`: a thread of its own does the work; for a machine with cores to spare."""
         super().__init__(group, buckets, keep, traffic)
         forms = [
             Form(bucket.dtype, bucket.numel, tuple((s.owner, s.offset, s.stop - s.start) for s in bucket.segments))
             for bucket in buckets
         ]
         self._mailbox = Mailbox(group, forms, keep)
+        # Buckets for another set of parameters carry another stamp, so ranks that train different ones are told apart.
+        self._text = f"the gradients of a backward, in buckets {zlib.crc32(repr(buckets).encode()):08x}"
+        self._errand = Errand(self._deliver, self._mailbox.finish) if errand else None
         me = group.rank
         self._bytes = [
             bucket.dtype.itemsize * sum(s.stop - s.start for s in bucket.segments if keep or s.owner != me)
@@ -72,21 +131,30 @@ class Mail(Courier):
         ]
 
     def open(self) -> None:
-        self.group.announce("the gradients of a backward")
+        self.group.announce(self._text)
+        self.group.transport.background = self._errand is not None
 
     def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
+        self.traffic.sent_bytes += self._bytes[bucket.number]
+        if self._errand is not None:
+            self._errand.give((bucket, views, scale))
+            return
         begin = time.perf_counter()
         with self.group.part():
-            self._mailbox.post(bucket.number, views, scale)
+            self._deliver((bucket, views, scale))
             self._mailbox.advance()
-        self.traffic.sent_bytes += self._bytes[bucket.number]
         self._spent(time.perf_counter() - begin)
 
     def finish(self) -> None:
         begin = time.perf_counter()
         with self.group.part():
-            self._mailbox.finish()
-        self._spent(time.perf_counter() - begin)
+            if self._errand is not None:
+                self.traffic.comm_s += self._errand.wait()
+                self.group.transport.background = False
+            else:
+                self._mailbox.finish()
+                self.traffic.comm_s += time.perf_counter() - begin
+        self.traffic.exposed_s += time.perf_counter() - begin
 
     def culprits(self) -> Culprits:
         found = []
@@ -94,6 +162,14 @@ class Mail(Courier):
             for rank in self._mailbox.culprits(number, lane):
                 found.append((rank, self.buckets[number].segments[lane].index))
         return found
+
+    def close(self) -> None:
+        if self._errand is not None:
+            self._errand.close()
+
+    def _deliver(self, item: tuple[Bucket, Sequence[torch.Tensor], float]) -> None:
+        bucket, views, scale = item
+        self._mailbox.post(bucket.number, views, scale)
 
 
 class Calls(Courier):

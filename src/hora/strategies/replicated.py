@@ -12,6 +12,7 @@ weights do not add up to what the deal promised (`job.weight` was used), the cen
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -24,15 +25,25 @@ from ..collectives.base import Group
 from ..errors import HoraError, Mismatch, OutOfMemory
 from ..roster import Roster
 from .allreduce import AllReduce
-from .couriers import Calls, Courier, Mail
+from .couriers import Calls, Courier, Culprits, Mail
 from .sync import Halt, Snapshot, Sync, Verdict
 
 log = logging.getLogger(__name__)
 
+ARMED = 4  # for so many sets of trained parameters buckets are kept: models that take turns freeze each other
 CUT_BYTES = 64 << 10  # a smaller gradient is reduced by one rank alone
 ALIGN = 32  # elements: lanes begin on cache lines of their own
 
 WEIGHT, EXPECTED, LOOP, STOP, NONFINITE, BUFFERS, HEAD = range(7)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Armed:
+    """What was agreed upon in the first backward over one set of parameters."""
+
+    courier: Courier
+    sparse: list[int]
+    late: set[int]
 
 
 class Replicated(Sync):
@@ -49,8 +60,12 @@ class Replicated(Sync):
         self._launched = -1  # buckets on their way, -1 outside of an exchange
         self._weight = self._expected = 1.0
         self._pile = [0.0, 0.0]  # weight and expected weight of the backwards since the last exchange
-        self._buffer_versions: list[int] = []
-        self._fresh: set[int] = set()  # optimizers (by id) that have stepped since the last exchange
+        self._buffer_versions: list[tuple[int, int]] = []
+        self._factor = 1.0  # by which the last exchange was corrected
+        self._armed: dict[tuple[int, ...], _Armed] = {}  # by the parameters that are trained, the newest last
+        self._stepped: set[int] = set()  # optimizers (by id) that have stepped since the last exchange
+        self._unfrozen: list[int] = []  # what this exchange carries besides its buckets
+        self._culprits: Culprits = []
         self._verdict = Verdict()
 
     # -- binding -----------------------------------------------------------------------------------------------------
@@ -60,7 +75,8 @@ class Replicated(Sync):
             return  # a group without peers binds no buckets
         self.roster.agree(group)
         self.home = group
-        self.group = group.new_group(range(group.size))
+        kind = group.transport.kind
+        self.group = group.new_group(range(group.size), "auto" if kind == "shm" else kind)  # shared memory may run out
         self._buffer_versions = self.roster.signature()
         self._backward.hook()
 
@@ -68,6 +84,9 @@ class Replicated(Sync):
         self._backward.unhook()
         self._backward.disarm()
         self._courier = None
+        for armed in self._armed.values():
+            armed.courier.close()
+        self._armed.clear()
         if self.group is not None:
             self.group.close()
             self.group = None
@@ -82,8 +101,7 @@ class Replicated(Sync):
         if weight != self._weight and self._pile[1]:
             if not weight:
                 raise ValueError("job.weight(0) in the middle of an accumulation: leave that backward() out instead")
-            grads = [p.grad for p in self.roster.parameters if p.grad is not None]
-            torch._foreach_mul_(grads, self._weight / weight)
+            self._multiply(self._trained(), self._weight / weight)
         self._weight, self._expected = weight, expected
 
     def before_forward(self) -> None:
@@ -97,7 +115,11 @@ class Replicated(Sync):
             self._backward.forget()
             self._launched = -1
         self.roster.check_unchanged()
-        if self._backward.hook():
+        self._watch()
+
+    def _watch(self) -> None:
+        """Hooks for parameters that were unfrozen; none for frozen ones, unless their gradients are still to go."""
+        if self._backward.hook(keep=bool(self._pile[1])):
             self._disarm()
 
     def after_forward(self, output: Any) -> None:
@@ -106,7 +128,6 @@ class Replicated(Sync):
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)
-                return
 
     def _begin_backward(self, _: torch.Tensor) -> None:
         self._backward.expect_end()
@@ -132,30 +153,69 @@ class Replicated(Sync):
                 parameter.grad = None  # the last step's, which the user's loop would clear only now
         self._exchange(absent=True)
 
-    def _exchange(self, absent: bool = False) -> None:
-        """Everything that is still to be done until `p.grad` is the mean."""
+    def _exchange(self, absent: bool = False, piled: bool = False) -> None:
+        """Everything that is still to be done until `p.grad` is the mean. `piled`: no backward of now comes on top."""
         try:
             if not self.halted:
-                self._carry_out(absent)
+                if not absent and not piled:
+                    self._pile[0] += self._weight
+                    self._pile[1] += self._expected
+                self._carry_out()
         except Halt as halt:
             self.halted = str(halt)
         if self.halted:
             self.drop()
 
-    def _carry_out(self, absent: bool) -> None:
+    def _carry_out(self) -> None:
+        self._unfrozen = self._backward.unwatched
+        if self._unfrozen and self._launched < 0:
+            self._watch()
+            self._unfrozen = []
         self._begin()
         assert self._courier is not None
-        if not absent:
-            self._pile[0] += self._weight
-            self._pile[1] += self._expected
         for bucket in self._backward.buckets[self._launched :]:
             self._launch(bucket)
         self._courier.finish()
         for index in self._sparse:
             self._exchange_sparse(index)
+        self._culprits = [(rank, index) for rank, index in self._courier.culprits() if not self._is_finite(index)]
+        self._exchange_unfrozen()
+        self._take_census()
+
+    def _is_finite(self, index: int) -> bool:
+        """A courier may suspect a sum that is merely large; its elements tell."""
+        grad = self.roster.parameters[index].grad
+        return grad is None or bool(torch.isfinite(grad).all())
+
+    def _exchange_late(self) -> None:
+        """Only what was unfrozen since: the rest has been exchanged, and perhaps clipped."""
+        self._unfrozen, self._culprits = self._backward.unwatched, []
+        try:
+            self.num_exchanges += 1
+            self.before_exchange()
+            self._lent.clear()
+            self._exchange_unfrozen()
+            self._multiply(self._unfrozen, self._factor)
+            self._take_census()
+        except Halt as halt:
+            self.halted = str(halt)
+            self.drop()
+
+    def _exchange_unfrozen(self) -> None:
+        """Parameters that nobody watched when they got their gradient: they were unfrozen after the forward."""
+        for index in self._unfrozen:
+            flat = self._flat(index)
+            if not bool(torch.isfinite(flat).all()):
+                self._culprits.append((self._group.rank, index))
+            if self._weight != 1.0:
+                flat.mul_(self._weight)
+            name = f"gradient of {self.roster.names[index]}"
+            self._group.all_reduce(flat, "mean", self.strategy.algorithm, name=name)
+
+    def _take_census(self) -> None:
         census = self._census()
         begin = time.perf_counter()
-        self._group.all_reduce(census, name="census")
+        self._group.all_reduce(census, name=f"census {self._backward.signet}")
         self.traffic.comm_s += time.perf_counter() - begin
         self.traffic.exposed_s += time.perf_counter() - begin
         self.traffic.num_exchanges += 1
@@ -163,7 +223,8 @@ class Replicated(Sync):
 
     def _begin(self) -> None:
         if self._launched < 0:
-            self._enter()
+            with self._group.part():
+                self._enter()
             self.num_exchanges += 1
             self.before_exchange()
             self._launched = 0
@@ -204,7 +265,7 @@ class Replicated(Sync):
         return flat
 
     def _census(self) -> torch.Tensor:
-        census = torch.zeros(HEAD + len(self._backward.watched), dtype=torch.float64)
+        census = torch.zeros(HEAD + len(self._counted), dtype=torch.float64)
         self.roster.refresh_buffers()
         changed = self.roster.signature() != self._buffer_versions
         mean = self.strategy.sync_buffers == "mean"
@@ -217,13 +278,14 @@ class Replicated(Sync):
                 changed and (mean or self._group.rank == 0),
             ]
         )
-        present = [float(index not in self._lent) for index in self._backward.watched]
-        census[HEAD:] = torch.tensor(present)
+        census[HEAD:] = torch.tensor([float(index not in self._lent) for index in self._counted])
         return census
 
+    @property
+    def _counted(self) -> list[int]:
+        return self._backward.watched + self._unfrozen
+
     def _count_nonfinite(self) -> float:
-        assert self._courier is not None
-        self._culprits = self._courier.culprits()
         for index in self._sparse:
             grad = self.roster.parameters[index].grad
             if grad is not None and not bool(torch.isfinite(grad._values()).all()):
@@ -234,29 +296,49 @@ class Replicated(Sync):
         """All workers draw the same conclusions from the same numbers."""
         group, parameters = self._group, self.roster.parameters
         weight, expected, loops, stops, nonfinite, buffers = census[:HEAD]
-        for index, count in zip(self._backward.watched, census[HEAD:], strict=True):
+        for index, count in zip(self._counted, census[HEAD:], strict=True):
             if not count and index in self._lent:
                 parameters[index].grad = None
         self._launched = -1
         self._flats.clear()
         self._pile = [0.0, 0.0]
-        self._fresh.clear()
+        self._stepped.clear()
+        self._backward.passed = False
+        self._backward.running = False
         self._verdict = Verdict(stop=bool(stops))
         if loops != self.loop * group.size:
             raise Halt("the workers are in different loops")
-        if weight != expected and weight:
-            self._correct(expected / weight)
+        settled = self._unfrozen
+        if weight:  # not where only the unfrozen went
+            settled, self._factor = self._counted, expected / weight
+            if weight != expected:
+                self._correct(self._factor)
+        if self._unfrozen:
+            self._unfrozen = []
+            self._watch()
         if nonfinite:
             self._lament()
         if buffers:
             self._share_buffers()
-        self._settle()
+        self._settle(settled)
 
     def _correct(self, factor: float) -> None:
-        torch._foreach_mul_([p.grad for p in self.roster.parameters if p.grad is not None], factor)
+        self._multiply(self._counted, factor)
 
-    def _settle(self) -> None:
-        """Hook: gradients are what they will be."""
+    def _multiply(self, indices: Iterable[int], factor: float) -> None:
+        """These gradients times `factor`."""
+        grads = [p.grad for p in map(self.roster.parameters.__getitem__, indices) if p.grad is not None]
+        with torch.no_grad():
+            torch._foreach_mul_([grad for grad in grads if grad.layout is torch.strided], factor)
+            for grad in grads:
+                if grad.layout is not torch.strided:
+                    grad.mul_(factor)
+
+    def _trained(self) -> list[int]:
+        return self._backward.watched + self._backward.unwatched
+
+    def _settle(self, indices: Iterable[int]) -> None:
+        """Hook: these gradients are what they will be."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
         if self.group is None:
@@ -265,23 +347,22 @@ class Replicated(Sync):
         if self.halted:
             self.drop()
             return False
-        if self._pile[1] or self._late():
+        idle = id(optimizer) in self._stepped or not self.num_exchanges  # nothing came since its last step
+        if self._backward.running:  # its end was not seen: all of it ran inside of reentrant checkpoints
             self._exchange()
-        elif id(optimizer) in self._fresh or not self.num_exchanges:
+        elif self._pile[1]:
+            self._exchange(piled=True)
+        elif idle and (self._backward.passed or self._backward.unwatched):
+            self._exchange()  # gradients by torch.autograd.grad, or only of parameters unfrozen after the forward
+        elif idle:
             raise HoraError(
                 f"{type(optimizer).__name__}.step() without a backward() since the last one: there is no gradient to "
                 "apply. Call loss.backward() first, or leave the step out on every worker"
             )
-        self._fresh.add(id(optimizer))
+        elif self._backward.unwatched:
+            self._exchange_late()
+        self._stepped.add(id(optimizer))
         return not self.halted and not self._verdict.skipped
-
-    def _late(self) -> bool:
-        """Whether a parameter that nobody watched yet has got a gradient: it was unfrozen after the forward."""
-        unwatched = [p for i, p in enumerate(self.roster.parameters) if i not in self._backward._handles]
-        if any(p.requires_grad and p.grad is not None for p in unwatched) and self._backward.hook():
-            self._disarm()
-            return True
-        return False
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         pass
@@ -289,8 +370,14 @@ class Replicated(Sync):
     def drop(self) -> None:
         for parameter in self.roster.parameters:
             parameter.grad = None
+        if self.on_nonfinite == "poison":  # a scaler wants to see gradients, and skips a step with these
+            for optimizer in self.roster.optimizers:
+                first = next((p for group in optimizer.param_groups for p in group["params"] if p.requires_grad), None)
+                if first is not None:
+                    first.grad = torch.full_like(first, float("inf"))
         self._launched = -1
         self._pile = [0.0, 0.0]
+        self._backward.running = False
 
     def share_gradients(self) -> None:
         trained = [p for p in self.roster.parameters if p.requires_grad]
@@ -315,15 +402,17 @@ class Replicated(Sync):
         watched, late = self._backward.watched, self._backward.late
         grads = [self.roster.parameters[index].grad for index in watched]
         word = torch.tensor([len(watched), *self._backward.order, len(late), *sorted(late)], dtype=torch.int64)
-        first = group.all_gather(word, name="order of gradients")[0].tolist()
-        order, late = first[1 : 1 + first[0]], set(first[2 + first[0] :])
-        if set(order) != set(watched):
-            index = min(set(order) ^ set(watched))
-            mine = "trains" if index in watched else "does not train"
-            raise Mismatch(
-                f"{group.transport.name_of(group.rank)} {mine} {self.roster.names[index]}, other than rank 0: "
-                "requires_grad must be the same on every worker"
-            )
+        words = [part.tolist() for part in group.all_gather(word, name="order of gradients")]
+        for rank, theirs in enumerate(words):
+            differing = set(words[0][1 : 1 + words[0][0]]) ^ set(theirs[1 : 1 + theirs[0]])
+            if differing:
+                index = min(differing)
+                does = "trains" if index in theirs[1 : 1 + theirs[0]] else "does not train"
+                raise Mismatch(
+                    f"{group.transport.name_of(rank)} {does} {self.roster.names[index]}, other than "
+                    f"{group.transport.name_of(0)}: requires_grad must be the same on every worker"
+                )
+        order, late = words[0][1 : 1 + words[0][0]], set(words[0][2 + words[0][0] :])
         kinds = torch.tensor([float(g is not None and g.layout is not torch.strided) for g in grads])
         group.all_reduce(kinds, "max", name="sparse gradients")
         self._sparse = [index for index, sparse in zip(watched, kinds.tolist(), strict=True) if sparse]
@@ -331,10 +420,19 @@ class Replicated(Sync):
         self._backward.late = late
         self._courier = self._hire(dense)
         self._backward.arm(list(self._courier.buckets))
+        self._armed[tuple(watched)] = _Armed(self._courier, self._sparse, late)
+        if len(self._armed) > ARMED:
+            self._armed.pop(next(iter(self._armed))).courier.close()
 
     def _disarm(self) -> None:
+        """What is trained has changed: buckets as they were the last time that it was this, or else none."""
         self._backward.disarm()
         self._courier = None
+        known = self._armed.pop(tuple(self._backward.watched), None)
+        if known is not None:
+            self._armed[tuple(self._backward.watched)] = known  # the newest again
+            self._courier, self._sparse, self._backward.late = known.courier, known.sparse, set(known.late)
+            self._backward.arm(list(known.courier.buckets))
 
     def _hire(self, dense: Sequence[int]) -> Courier:
         group, parameters = self._group, self.roster.parameters
@@ -408,7 +506,9 @@ class Replicated(Sync):
             for optimizer in self.roster.optimizers:
                 held = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
                 for grad in held[:1]:
-                    (grad._values() if grad.layout is torch.sparse_coo else grad).view(-1)[:1].fill_(float("inf"))
+                    flatten(grad._values() if grad.layout is torch.sparse_coo else grad.detach())[:1].fill_(
+                        float("inf")
+                    )
             self._verdict.skipped = ""
             log.debug("%s; the scaler skips this step", text)
             return

@@ -46,16 +46,21 @@ ELEMENTWISE = (
 
 class Sharded(Replicated):
     keep = False
+    together = True
 
     def __init__(self, roster: Roster, strategy: AllReduce) -> None:
         super().__init__(roster, strategy)
         self._lanes_of: list[list[Lane]] = []
         self._shares: dict[int, torch.Tensor] = {}  # by parameter: what the optimizer sees instead
+        self._rooms: list[tuple[torch.Tensor, list[torch.nn.Parameter]]] = []  # where storages lie, and whose they are
+        self._fitted: dict[tuple[int, int], dict[str, Any]] = {}  # optimizer state, by optimizer and parameter, as cut
         self._shared = False  # whether the parameters lie in memory that all see
         self._versions: list[int] = []
         self._places: list[int] = []
         self._swapped: list[list[torch.Tensor]] = []
-        self._marks: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # the gradients as the exchange left them
+        self._mixed: set[int] = set()  # gradients that hold a mean and, besides, what came after it
+        # The gradients as the exchange left them: which, at what version, and how often one had been added to by then.
+        self._marks: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
 
     # -- binding -----------------------------------------------------------------------------------------------------
 
@@ -74,7 +79,18 @@ class Sharded(Replicated):
                 parameter = self.roster.parameters[index]
                 whole = parameter.detach() if not self._shared else self._outside(parameter)
                 self._shares[index] = whole if len(lanes) == 1 else flatten(whole)[lane.start : lane.stop]
+        for number, optimizer in enumerate(self.roster.optimizers):
+            for held in [*optimizer.state]:
+                self._fit(number, optimizer, held)  # Adagrad has some from the start, and so has a restored one
         self._remember()
+
+    def _fit(self, number: int, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        """State of a whole parameter, which the optimizer was made or loaded with, is cut to this worker's share."""
+        index = self.roster.index[id(parameter)]
+        if self._mine(index) is None:
+            optimizer.state.pop(parameter, None)
+        elif parameter in optimizer.state and self._fitted.get((number, index)) is not optimizer.state[parameter]:
+            optimizer.state[parameter] = self._fitting(index, optimizer.state[parameter])
 
     def _deal(self) -> list[list[Lane]]:
         """Whose share is what: the same on every rank, whatever the order of gradients will be."""
@@ -132,16 +148,15 @@ class Sharded(Replicated):
             return
         at = 0
         for members, size in zip(storages.values(), sizes, strict=True):
-            room = memory.span[at : at + size]
-            at += size
-            storage = members[0].untyped_storage()
-            if group.rank == 0:
-                room[: storage.nbytes()].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
-            for parameter in members:
-                typed = room[: size // parameter.element_size() * parameter.element_size()].view(parameter.dtype)
-                parameter.data = typed.as_strided(
-                    parameter.shape, parameter.stride(), typed.storage_offset() + parameter.storage_offset()
-                )
+            if size:
+                # A storage of its own for each: whoever saves one tensor must not save them all.
+                room = torch.from_dlpack(memory.span[at : at + size])
+                storage = members[0].untyped_storage()
+                if group.rank == 0:
+                    room[: storage.nbytes()].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+                self._rooms.append((room, members))
+                _lay(room, members)
+                at += size
         self._shared = True
         group.barrier("parameters moved")
 
@@ -155,22 +170,24 @@ class Sharded(Replicated):
     def unbind(self) -> None:
         if self._shared:
             self._shared = False
-            for parameter in self.roster.parameters:
-                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+            for room, members in self._rooms:
+                _lay(room.clone(), members)
+            self._rooms.clear()
         self._shares.clear()
         super().unbind()
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        for index, (left, version) in self._marks.items():
-            grad = self.roster.parameters[index].grad
-            if grad is not None and left() is grad and grad._version == version:
-                raise HoraError(
-                    "a second backward() that synchronises before the step: under update=sharded only the last may. "
-                    "Put the others into `with job.accumulate():`, or clear the gradients between"
-                )
+        self._mixed = {index for index, mark in self._marks.items() if self._is_left(index, *mark)}
         self._marks.clear()
+
+    def _is_left(self, index: int, left: weakref.ref[torch.Tensor], version: int, fires: int) -> bool:
+        """Whether this gradient was not cleared since the last exchange, only added to."""
+        grad = self.roster.parameters[index].grad
+        return (
+            grad is not None and left() is grad and grad._version - version == self._backward.num_fires[index] - fires
+        )
 
     def _flat(self, index: int) -> torch.Tensor:
         if index in self._sparse:
@@ -182,23 +199,28 @@ class Sharded(Replicated):
             f"{self.roster.names[index]} has a sparse gradient, which cannot be cut: use update=replicated"
         )
 
-    def _settle(self) -> None:
-        for index in self._backward.watched:
+    def _settle(self, indices: Iterable[int]) -> None:
+        for index in indices:
             grad = self.roster.parameters[index].grad
             if grad is not None:
-                self._marks[index] = (weakref.ref(grad), grad._version)
+                self._marks[index] = (weakref.ref(grad), grad._version, self._backward.num_fires[index])
 
     def open_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.group is None:
             return
-        self._check_untouched()
+        with self.group.part():
+            self._check_parameters()
+            self._check_gradients()
+            self._check_mixed(optimizer)
         self.group.barrier("before the step")
         self._swapped = []
+        number = self.roster.optimizers.index(optimizer)
         for group in optimizer.param_groups:
             self._swapped.append(group["params"])
             group["params"] = []
             for parameter in self._swapped[-1]:
                 index = self.roster.index[id(parameter)]
+                self._fit(number, optimizer, parameter)
                 share = self._shares.get(index)
                 if share is None:
                     continue
@@ -215,12 +237,15 @@ class Sharded(Replicated):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.group is None or not self._swapped:
             return
+        number = self.roster.optimizers.index(optimizer)
         for group, parameters in zip(optimizer.param_groups, self._swapped, strict=True):
             group["params"] = parameters
             for parameter in parameters:
-                share = self._shares.get(self.roster.index[id(parameter)])
+                index = self.roster.index[id(parameter)]
+                share = self._shares.get(index)
                 if share is not None and share in optimizer.state:
-                    optimizer.state[parameter] = optimizer.state.pop(share)
+                    optimizer.state[parameter] = self._fitted[number, index] = optimizer.state.pop(share)
+                if share is not None:
                     share.grad = None
         indices = sorted({self.roster.index[id(p)] for parameters in self._swapped for p in parameters})
         self._swapped = []
@@ -239,24 +264,29 @@ class Sharded(Replicated):
             parameter = self.roster.parameters[index]
             kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
         for (dtype, device), members in kinds.items():
-            pieces = [flatten(p.detach())[lane.start : lane.stop]
+            pieces = [_laid(p)[lane.start : lane.stop]
                       for p, lane in ((self.roster.parameters[i], self._mine(i)) for i in members) if lane]  # fmt: skip
             mine = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=device)
             parts = self._group.all_gather(mine, name="updated shares")
             at = [0] * self._group.size
             for index in members:
-                flat = flatten(self.roster.parameters[index].detach())
+                whole = self.roster.parameters[index].detach()
                 for lane in self._lanes_of[index]:
                     length = lane.stop - lane.start
-                    if lane.owner != self._group.rank:
-                        flat[lane.start : lane.stop].copy_(parts[lane.owner][at[lane.owner] : at[lane.owner] + length])
+                    part = parts[lane.owner][at[lane.owner] : at[lane.owner] + length]
                     at[lane.owner] += length
+                    if lane.owner == self._group.rank:
+                        continue
+                    if _dense(whole):
+                        flatten(whole)[lane.start : lane.stop].copy_(part)
+                    else:
+                        whole.copy_(part.view(whole.shape))  # never cut
 
     def _remember(self) -> None:
         self._versions = [p._version for p in self.roster.parameters]
         self._places = [p.data_ptr() for p in self.roster.parameters]
 
-    def _check_untouched(self) -> None:
+    def _check_parameters(self) -> None:
         name_of, rank = self._group.transport.name_of, self._group.rank
         if self._shared:
             for index, parameter in enumerate(self.roster.parameters):
@@ -265,9 +295,12 @@ class Sharded(Replicated):
                         f"{name_of(rank)}: {self.roster.names[index]} was written by the script; under update=sharded "
                         "its memory is shared by all workers and only the optimizer may write it. Use update=replicated"
                     )
+
+    def _check_gradients(self) -> None:
         if self.on_nonfinite == "poison":
             return  # a scaler unscales gradients in place
-        for index, (left, version) in self._marks.items():
+        name_of, rank = self._group.transport.name_of, self._group.rank
+        for index, (left, version, _) in self._marks.items():
             grad = self.roster.parameters[index].grad
             if grad is not None and (left() is not grad or grad._version != version):
                 raise HoraError(
@@ -276,8 +309,19 @@ class Sharded(Replicated):
                     "hora.clip_grad_norm_, or use update=replicated"
                 )
 
+    def _check_mixed(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for index in (self.roster.index[id(parameter)] for parameter in group["params"]):
+                if index in self._mixed and self.roster.parameters[index].grad is not None:
+                    raise HoraError(
+                        f"{self._group.transport.name_of(self._group.rank)}: a second backward() that synchronises was "
+                        f"added to the gradient of {self.roster.names[index]}, which held a mean already: under "
+                        "update=sharded only the last backward() before a step may synchronise. Put the others into "
+                        "`with job.accumulate():`, or clear the gradients between"
+                    )
+
     def _correct(self, factor: float) -> None:
-        for index in self._backward.watched:
+        for index in self._counted:
             parameter, lane = self.roster.parameters[index], self._mine(index)
             if lane is not None and parameter.grad is not None:
                 flatten(parameter.grad.detach())[lane.start : lane.stop].mul_(factor)
@@ -288,13 +332,15 @@ class Sharded(Replicated):
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         if self.group is None:
             return super().clip(parameters, max_norm, norm_type)
+        with self.group.part():
+            self._check_gradients()
         indices = [self.roster.index[id(p)] for p in parameters if id(p) in self.roster.index]
         shares = []
         for index in indices:
             grad, lane = self.roster.parameters[index].grad, self._mine(index)
             if grad is not None and lane is not None:
                 shares.append(flatten(grad.detach())[lane.start : lane.stop])
-        norms = [torch.linalg.vector_norm(share.float(), norm_type).double() for share in shares]
+        norms = [torch.linalg.vector_norm(share, norm_type, dtype=_wide(share.dtype)).double() for share in shares]
         most = norm_type == float("inf")
         mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
         total = (mine.max() if most else (mine**norm_type).sum()).cpu().view(1)
@@ -303,7 +349,7 @@ class Sharded(Replicated):
         factor = min(1.0, max_norm / (float(norm) + 1e-6))
         if factor < 1.0:
             torch._foreach_mul_(shares, factor)
-        self._settle()
+        self._settle(indices)
         return norm.float()
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
@@ -383,6 +429,19 @@ class Sharded(Replicated):
             self._remember()
 
 
+def _lay(room: torch.Tensor, members: Iterable[torch.nn.Parameter]) -> None:
+    """These parameters, which share a storage, move to this memory: each to its place in it, with its strides."""
+    for parameter in members:
+        size = parameter.element_size()
+        typed = room[: room.numel() // size * size].view(parameter.dtype)
+        parameter.data = typed.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+
+
+def _laid(parameter: torch.Tensor) -> torch.Tensor:
+    """Its elements as a vector: in the order of its memory, a view, if they fill it; else in its own order, a copy."""
+    return flatten(parameter.detach()) if _dense(parameter) else parameter.detach().reshape(-1)
+
+
 def _dense(parameter: torch.Tensor) -> bool:
     """Whether its elements fill a stretch of memory without gaps or overlaps."""
     expected = 1
@@ -392,6 +451,10 @@ def _dense(parameter: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _slice_of(value: torch.Tensor, parameter: torch.Tensor, lane: Lane) -> torch.Tensor:

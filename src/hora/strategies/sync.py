@@ -71,6 +71,8 @@ class Halt(HoraError):
 class Sync(abc.ABC):
     """One worker's side. `weigh` and the attributes below are the training loop's words to it."""
 
+    together = False  # whether a step needs every worker, so that it is taken by all or by none
+
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
         self.group: Group | None = None  # the gradients' own; ended early when a worker leaves its loop
