@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hora.buckets import FIRST_BYTES, Backward, Bucket, Lane, plan
+from hora.buckets import FIRST_BYTES, Backward, Bucket, plan
+from hora.lanes import Lane
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 

@@ -109,7 +109,7 @@ def test_nothing_is_said_where_script_and_command_line_agree(
     ("strategy", "said"),
     [
         ("rong", "unknown strategy 'rong'; there are: auto, engine"),
-        ("ring:speed=9", "strategy 'ring' has no option 'speed'; it has no options"),
+        ("ring:speed=9", "strategy 'ring' has no option 'speed'; its options are: update, overlap, bucket_bytes"),
         ("engine:backend=smoke", "there are: auto, gloo, nccl, mpi"),
         ("auto:deterministic=maybe", "takes true or false, not 'maybe'"),
     ],
@@ -177,3 +177,33 @@ def test_an_unknown_name_lists_what_exists() -> None:
     assert set(hora.__all__) <= set(dir(hora))
     for name in hora.__all__:
         assert getattr(hora, name) is not None
+
+
+def test_an_unknown_on_nonfinite_says_what_exists() -> None:
+    with pytest.raises(ValueError, match="on_nonfinite='typo' is unknown; there are: raise, skip"):
+        hora.init(on_nonfinite="typo")
+
+
+def test_the_ledger_can_be_printed_once_there_is_a_loader() -> None:
+    job = hora.init()
+    with pytest.raises(hora.HoraError, match="no ledger yet"):
+        job.ledger()
+    job.shard([1, 2, 3], batch_size=2)
+    assert str(job.ledger()).startswith("all workers: 0 of 2 batches done, 0 leased, 2 pending; 0 of 3 samples done")
+
+
+def test_what_needs_prepare_says_so() -> None:
+    job = hora.init()
+    with pytest.raises(hora.HoraError, match=r"comes after job.prepare\(\)"), job.accumulate():
+        pass
+    for call in (lambda: job.weight(1), lambda: job.traffic, lambda: job.save("x"), lambda: job.restore("x")):
+        with pytest.raises(hora.HoraError, match=r"comes after job.prepare\(\)"):
+            call()
+
+
+def test_prepare_is_called_once() -> None:
+    job, model = hora.init(), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.prepare(model, optimizer)
+    with pytest.raises(hora.HoraError, match="call it once"):
+        job.prepare(model, optimizer)

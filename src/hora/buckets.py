@@ -24,6 +24,8 @@ from typing import Protocol
 
 import torch
 
+from .lanes import Lane
+
 FIRST_BYTES = 256 << 10  # a small bucket first: communication begins early
 
 
@@ -36,15 +38,6 @@ class Segment:
     stop: int
     owner: int
     offset: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Lane:
-    """A stretch of one parameter that one rank reduces; the lanes of a parameter travel side by side."""
-
-    start: int
-    stop: int
-    owner: int
 
 
 @dataclasses.dataclass(frozen=True)

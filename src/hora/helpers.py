@@ -66,6 +66,8 @@ class EarlyStopping:
             raise ValueError(f"EarlyStopping: patience takes 1 or more, not {patience}")
         if mode not in ("min", "max"):
             raise ValueError(f"EarlyStopping: mode {mode!r} is unknown; there are: min, max")
+        if not min_delta >= 0:
+            raise ValueError(f"EarlyStopping: min_delta takes 0 or more, not {min_delta}")
         self.patience = patience
         self.target = target
         self.mode = mode
@@ -77,7 +79,8 @@ class EarlyStopping:
     def __call__(self, value: float | torch.Tensor) -> bool:
         number = float(value)
         sign = 1.0 if self.mode == "min" else -1.0
-        if self.best is None or sign * number < sign * self.best - self.min_delta:
+        better = self.best is None or sign * number < sign * self.best - self.min_delta
+        if better and not math.isnan(number):
             self.best, self.num_bad = number, 0
         else:
             self.num_bad += 1
@@ -85,7 +88,8 @@ class EarlyStopping:
             if self.target is not None and sign * number <= sign * self.target:
                 self.reason = f"{number:.6g} has reached the target {self.target:.6g}"
             elif self.patience is not None and self.num_bad >= self.patience:
-                self.reason = f"no better than {self.best:.6g} for {self.num_bad} calls"
+                best = "nan" if self.best is None else f"{self.best:.6g}"
+                self.reason = f"no better than {best} for {self.num_bad} calls"
             if self.reason:
                 current().stop(self.reason)
         return bool(self.reason)

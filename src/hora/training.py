@@ -39,6 +39,7 @@ from .strategies.sync import Halt, Sync
 log = logging.getLogger(__name__)
 
 TOPIC = "training"
+CATCH_UP_S = 30.0  # how long one that leaves before its step waits to hear whether others took it
 REASON_S = 1.0  # how long the reason of a stop may take to arrive
 
 Optimizer = torch.optim.Optimizer
@@ -346,7 +347,8 @@ class Training:
         assert self.sync is not None
         with self._lock:
             num_exchanges = self.sync.num_exchanges
-            is_open = not finished and not self.sync.halted and self._applied < num_exchanges
+            unstepped = self._applied < num_exchanges and not self.sync.exchanging
+            is_open = unstepped and not finished and not self.sync.halted
             self._ended[loop] = num_exchanges
         self._answer()
         if not finished and not self._stopping:
@@ -378,11 +380,14 @@ class Training:
 
     def _catch_up(self, exchange: int) -> None:
         """Takes the step of this exchange if another worker has; waits until all have said."""
-        deadline = time.monotonic() + self._group.transport.circle.timeout_s
+        deadline = time.monotonic() + min(CATCH_UP_S, self._group.transport.circle.timeout_s)
         others = set(self._group.others)
         with self._news:
             while not others <= self._answers.get(exchange, set()) | self._group.transport.gone.keys():
-                if self._group.transport.cause is not None or time.monotonic() > deadline:
+                if self._group.transport.cause is not None:
+                    return
+                if time.monotonic() > deadline:
+                    log.warning("rank %d left before its step, and does not know if others took it", self.rank)
                     return
                 self._news.wait(0.05)
             took = exchange in self._taken_by_others

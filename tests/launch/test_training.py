@@ -13,6 +13,13 @@ import pytest
 
 from conftest import SCRIPTS, Launcher, read_until
 
+
+@pytest.fixture(autouse=True)
+def cache(launcher: Launcher, tmp_path: Path) -> None:
+    """torch makes this folder as soon as it sees an optimizer, in TMPDIR unless told otherwise."""
+    launcher.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
+
+
 TOTAL = 24  # 61 samples in batches of 8: 8 a epoch, the last of 5
 
 
@@ -33,26 +40,23 @@ def test_one_rank_under_the_launcher_trains_as_python_alone_does(launcher: Launc
 
 
 @pytest.mark.parametrize("strategy", ["ring", "shared", "shared:update=sharded", "engine"])
-def test_three_workers_train_the_example_and_end_with_the_same_parameters(launcher: Launcher, strategy: str) -> None:
-    done = launcher.run("run", "-n", 3, "--strategy", strategy, "train_plain.py")
+def test_two_workers_train_the_example_and_end_with_the_same_parameters(launcher: Launcher, strategy: str) -> None:
+    done = launcher.run("run", "-n", 2, "--strategy", strategy, "train_plain.py")
     assert done.returncode == 0, done.stderr
     first, *others = ends(done.stdout)
-    assert first[:2] == (TOTAL, 3) and others == [first, first]
+    assert first[:2] == (TOTAL, 2) and others == [first]
     shown = re.findall(r"step (\d+) .*loss \S+  rate 0\.006", done.stderr)
     assert shown and shown[-1] == str(TOTAL)  # the last values, at the end, by rank 0 alone
     assert "[1] step" not in done.stderr
 
 
-def test_max_steps_ends_all_workers_and_a_larger_number_none(launcher: Launcher) -> None:
+def test_max_steps_ends_all_workers_and_says_so_once(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, "--max-steps", 10, "train_plain.py")
     assert done.returncode == 0 and {step for step, _, _ in ends(done.stdout)} == {10}
     assert done.stderr.count("stopped after step 10: --max-steps 10 reached") == 1
-    done = launcher.run("run", "-n", 2, "--max-steps", 1000, "train_plain.py")
-    assert {step for step, _, _ in ends(done.stdout)} == {TOTAL} and "stopped" not in done.stderr
 
 
-@pytest.mark.parametrize("fault", ["stop", "break"])
-@pytest.mark.parametrize("strategy", ["ring", "shared:update=sharded"])
+@pytest.mark.parametrize(("fault", "strategy"), [("stop", "ring"), ("break", "shared:update=sharded")])
 def test_a_worker_that_stops_or_breaks_ends_all_after_the_same_step(
     launcher: Launcher, fault: str, strategy: str
 ) -> None:
@@ -65,20 +69,20 @@ def test_a_worker_that_stops_or_breaks_ends_all_after_the_same_step(
 
 
 def test_the_exception_of_one_worker_is_printed_last(launcher: Launcher) -> None:
-    done = launcher.run("run", "-n", 3, "train_plain.py", "--fault", "raise")
+    done = launcher.run("run", "-n", 2, "train_plain.py", "--fault", "raise")
     assert done.returncode == 1
     assert "RuntimeError: bad sample" in done.stderr.strip().splitlines()[-1], done.stderr
 
 
 def test_nan_on_one_rank_is_named_last(launcher: Launcher) -> None:
-    done = launcher.run("run", "-n", 3, "--strategy", "shared", "train_plain.py", "--fault", "nan")
+    done = launcher.run("run", "-n", 2, "--strategy", "shared", "train_plain.py", "--fault", "nan")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "is not finite" in last and "on rank 1" in last and "0.weight" in last, done.stderr
 
 
 def test_a_killed_rank_is_named_and_the_others_stop(launcher: Launcher) -> None:
-    done = launcher.run("run", "-n", 3, "train_plain.py", "--fault", "kill")
+    done = launcher.run("run", "-n", 2, "train_plain.py", "--fault", "kill")
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert "rank 1" in last and "SIGKILL" in last, done.stderr
@@ -92,11 +96,8 @@ def test_ctrl_c_ends_a_training(launcher: Launcher) -> None:
     assert process.returncode == 130, err
 
 
-@pytest.mark.parametrize("strategy", ["shared", "shared:update=sharded"])
-def test_a_run_in_two_halves_has_the_parameters_of_one_with_dropout_too(
-    launcher: Launcher, tmp_path: Path, strategy: str
-) -> None:
-    arguments = ["run", "-n", 2, "--strategy", strategy]
+def test_a_run_in_two_halves_has_the_parameters_of_one_with_dropout_too(launcher: Launcher, tmp_path: Path) -> None:
+    arguments = ["run", "-n", 2, "--strategy", "shared"]
     script = ["train_plain.py", "--dropout", 0.3, "--save"]
     whole = launcher.run(*arguments, *script, tmp_path / "whole")
     first = launcher.run(*arguments, "--max-steps", 11, *script, tmp_path / "halves")

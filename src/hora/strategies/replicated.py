@@ -20,19 +20,21 @@ from typing import Any, cast
 
 import torch
 
-from ..buckets import Backward, Bucket, Lane, plan
+from ..buckets import Backward, Bucket, plan
 from ..collectives.base import Group
 from ..errors import HoraError, Mismatch, OutOfMemory
+from ..lanes import balanced_lanes, flatten, whole_lanes
 from ..roster import Roster
+from ..transport.base import num_cores
+from . import nonfinite, sparse
 from .allreduce import AllReduce
 from .couriers import Calls, Courier, Culprits, Mail
+from .states import collect, load
 from .sync import Halt, Snapshot, Sync, Verdict
 
 log = logging.getLogger(__name__)
 
 ARMED = 4  # for so many sets of trained parameters buckets are kept: models that take turns freeze each other
-CUT_BYTES = 64 << 10  # a smaller gradient is reduced by one rank alone
-ALIGN = 32  # elements: lanes begin on cache lines of their own
 
 WEIGHT, EXPECTED, LOOP, STOP, NONFINITE, BUFFERS, HEAD = range(7)
 
@@ -192,6 +194,7 @@ class Replicated(Sync):
         self._unfrozen, self._culprits = self._backward.unwatched, []
         try:
             self.num_exchanges += 1
+            self.exchanging = True
             self.before_exchange()
             self._lent.clear()
             self._exchange_unfrozen()
@@ -305,6 +308,7 @@ class Replicated(Sync):
         self._stepped.clear()
         self._backward.passed = False
         self._backward.running = False
+        self.exchanging = False
         self._verdict = Verdict(stop=bool(stops))
         if loops != self.loop * group.size:
             raise Halt("the workers are in different loops")
@@ -440,79 +444,40 @@ class Replicated(Sync):
         if self.strategy.algorithm in ("shared", "auto") and group.transport.shares_memory and on_cpu:
             try:
                 buckets = plan(dense, parameters, self._lanes(), self.strategy.bucket_bytes, group.size)
-                return Mail(group, buckets, self.keep, self.traffic)
+                spare = num_cores() >= 2 * group.size
+                return Mail(group, buckets, self.keep, self.traffic, errand=spare and self.strategy.overlap)
             except OutOfMemory as problem:
                 if group.rank == 0:
                     log.warning("too little shared memory for the gradients, which then take longer: %s", problem)
         elif self.strategy.algorithm == "shared" and not group.transport.shares_memory:
             _ = group.staging  # says why not, and the way out
-        lanes, owners = (_whole(parameters), 1) if self.keep else (self._lanes(), group.size)
+        lanes, owners = (whole_lanes(parameters), 1) if self.keep else (self._lanes(), group.size)
         buckets = plan(dense, parameters, lanes, self.strategy.bucket_bytes, owners)
         algorithm = self.strategy.algorithm
         return Calls(group, buckets, self.keep, self.traffic, algorithm, self.strategy.overlap)
 
     def _lanes(self) -> Any:
-        """Large gradients are cut evenly, small ones go to whoever has least."""
-        loads = [0] * self._group.size
-
-        def lanes(index: int) -> list[Lane]:
-            parameter = self.roster.parameters[index]
-            if parameter.numel() * parameter.element_size() >= CUT_BYTES:
-                return even_lanes(parameter.numel(), self._group.size)
-            owner = loads.index(min(loads))
-            loads[owner] += parameter.numel() * parameter.element_size()
-            return [Lane(0, parameter.numel(), owner)]
-
-        return lanes
+        return balanced_lanes(self.roster.parameters, self._group.size)
 
     # -- what is rare --------------------------------------------------------------------------------------------------
 
     def _exchange_sparse(self, index: int) -> None:
-        """Everybody's rows and values, gathered; the sum of them is the sparse gradient."""
-        group, parameter = self._group, self.roster.parameters[index]
-        grad = parameter.grad
-        if grad is not None and grad.layout is not torch.sparse_coo:
-            raise HoraError(
-                f"the gradient of {self.roster.names[index]} was sparse in the first backward() and is not now"
-            )
-        if grad is None:
+        parameter, name = self.roster.parameters[index], self.roster.names[index]
+        if parameter.grad is None:
             self._lent.add(index)
-            grad = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
-                parameter.new_empty((0, *parameter.shape[1:])),
-                parameter.shape,
-            )
-        grad = grad.detach().coalesce()
-        name = self.roster.names[index]
-        rows = group.all_gather(grad.indices().t().contiguous(), name=f"rows of {name}")
-        values = group.all_gather(grad.values() * (self._weight / group.size), name=f"values of {name}")
-        total = torch.sparse_coo_tensor(torch.cat(rows).t(), torch.cat(values), parameter.shape).coalesce()
-        parameter.grad = total
+        parameter.grad = sparse.mean(self._group, parameter, name, self._weight)
 
     def _lament(self) -> None:
         """A gradient was not finite somewhere: who and which is told to all, and the step is not taken."""
-        group = self._group
-        mine = torch.tensor(self._culprits, dtype=torch.int64).view(-1, 2)
-        found = sorted({tuple(pair) for part in group.all_gather(mine, name="culprits") for pair in part.tolist()})
-        names = [f"{self.roster.names[index]} on {group.transport.name_of(rank)}" for rank, index in found]
-        text = f"the gradient of {'; '.join(names[:4])}{' and others' if len(names) > 4 else ''} is not finite"
+        text = nonfinite.sentence(self._group, self.roster, self._culprits)
         if self.on_nonfinite == "raise":
-            raise HoraError(
-                f"{text} (NaN or infinite). The step was not taken. Look at that worker's batch and loss; with fp16 "
-                "give the GradScaler to job.prepare(scaler=…); hora.init(on_nonfinite='skip') leaves such steps out"
-            )
-        self._verdict.skipped = text
-        if self.on_nonfinite == "poison":  # the scaler finds it by itself on every worker, and skips the step
-            for optimizer in self.roster.optimizers:
-                held = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-                for grad in held[:1]:
-                    flatten(grad._values() if grad.layout is torch.sparse_coo else grad.detach())[:1].fill_(
-                        float("inf")
-                    )
-            self._verdict.skipped = ""
+            raise HoraError(f"{text} {nonfinite.ADVICE}")
+        if self.on_nonfinite == "poison":
+            nonfinite.poison(self.roster.optimizers)
             log.debug("%s; the scaler skips this step", text)
             return
-        if group.rank == 0:
+        self._verdict.skipped = text
+        if self._group.rank == 0:
             log.warning("%s: this step is not taken", text)
 
     def _share_buffers(self) -> None:
@@ -534,31 +499,14 @@ class Replicated(Sync):
         roster = self.roster
         roster.refresh_buffers()
         parameters = {name: p.detach() for name, p in zip(roster.names, roster.parameters, strict=True)}
-        return Snapshot(parameters, dict(roster.buffers), self._states())
-
-    def _states(self) -> list[dict[str, dict[str, Any]]]:
-        return [
-            {self.roster.names[self.roster.index[id(p)]]: state for p, state in optimizer.state.items()}
-            for optimizer in self.roster.optimizers
-        ]
+        return Snapshot(parameters, dict(roster.buffers), collect(roster))
 
     def load_states(self, states: list[dict[str, dict[str, Any]]]) -> None:
-        for optimizer, state in zip(self.roster.optimizers, states, strict=True):
-            plain = optimizer.state_dict()
-            packed = {}
-            for group, numbers in zip(optimizer.param_groups, plain["param_groups"], strict=True):
-                for parameter, number in zip(group["params"], numbers["params"], strict=True):
-                    name = self.roster.names[self.roster.index[id(parameter)]]
-                    if name in state:
-                        packed[number] = self._fitting(self.roster.index[id(parameter)], state[name])
-            self._load(optimizer, {"state": packed, "param_groups": plain["param_groups"]})
+        load(self.roster, states, self._fitting)
 
     def _fitting(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state as this worker holds it."""
         return state
-
-    @staticmethod
-    def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        optimizer.load_state_dict(state_dict)
 
     def reload(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -571,22 +519,6 @@ class Replicated(Sync):
     @property
     def _group(self) -> Group:
         return cast(Group, self.group)
-
-
-def flatten(tensor: torch.Tensor) -> torch.Tensor:
-    """The dense tensor as a vector in the order of its memory, whatever its strides; a view."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def even_lanes(numel: int, size: int) -> list[Lane]:
-    edges = [min(numel, -(-numel * rank // (size * ALIGN)) * ALIGN) for rank in range(size)] + [numel]
-    return [Lane(edges[rank], edges[rank + 1], rank) for rank in range(size)]
-
-
-def _whole(parameters: Sequence[torch.Tensor]) -> Any:
-    return lambda index: [Lane(0, parameters[index].numel(), 0)]
 
 
 def _tensors(output: Any) -> Iterable[torch.Tensor]:

@@ -27,12 +27,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .. import letters
-from ..buckets import Lane
 from ..collectives.base import Group
 from ..errors import HoraError, OutOfMemory
+from ..lanes import CUT_BYTES, Lane, even_lanes, flatten, is_dense
 from ..roster import Roster
 from .allreduce import AllReduce
-from .replicated import CUT_BYTES, Replicated, even_lanes, flatten
+from .replicated import Replicated
 from .sync import Snapshot
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Sharded(Replicated):
         loads = [0] * size
         for index, parameter in enumerate(parameters):
             num_bytes = parameter.numel() * parameter.element_size()
-            if index in sliced and index not in together and num_bytes >= CUT_BYTES and _dense(parameter):
+            if index in sliced and index not in together and num_bytes >= CUT_BYTES and is_dense(parameter):
                 lanes[index] = even_lanes(parameter.numel(), size)
                 continue
             first = together.get(index, index)
@@ -277,7 +277,7 @@ class Sharded(Replicated):
                     at[lane.owner] += length
                     if lane.owner == self._group.rank:
                         continue
-                    if _dense(whole):
+                    if is_dense(whole):
                         flatten(whole)[lane.start : lane.stop].copy_(part)
                     else:
                         whole.copy_(part.view(whole.shape))  # never cut
@@ -439,18 +439,7 @@ def _lay(room: torch.Tensor, members: Iterable[torch.nn.Parameter]) -> None:
 
 def _laid(parameter: torch.Tensor) -> torch.Tensor:
     """Its elements as a vector: in the order of its memory, a view, if they fill it; else in its own order, a copy."""
-    return flatten(parameter.detach()) if _dense(parameter) else parameter.detach().reshape(-1)
-
-
-def _dense(parameter: torch.Tensor) -> bool:
-    """Whether its elements fill a stretch of memory without gaps or overlaps."""
-    expected = 1
-    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: pair[1]):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return flatten(parameter.detach()) if is_dense(parameter) else parameter.detach().reshape(-1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

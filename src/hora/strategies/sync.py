@@ -84,6 +84,7 @@ class Sync(abc.ABC):
         self.loop = 0  # which of the user's loops this worker is in; all must agree
         self.num_exchanges = 0
         self.before_exchange: Callable[[], None] = lambda: None  # may raise Halt
+        self.exchanging = False  # an exchange has begun and was not concluded
         self.halted = ""  # why there will be no exchange any more
 
     @abc.abstractmethod

@@ -1,0 +1,65 @@
+"""Lanes: how a parameter is cut among the ranks, in the order in which it lies in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+CUT_BYTES = 64 << 10  # a smaller parameter belongs to one rank alone
+ALIGN = 32  # elements: lanes begin on cache lines of their own
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """A stretch of one parameter that one rank reduces; the lanes of a parameter travel side by side."""
+
+    start: int
+    stop: int
+    owner: int
+
+
+def even_lanes(numel: int, size: int) -> list[Lane]:
+    """One lane per rank, as even as whole cache lines allow."""
+    edges = [min(numel, -(-numel * rank // (size * ALIGN)) * ALIGN) for rank in range(size)] + [numel]
+    return [Lane(edges[rank], edges[rank + 1], rank) for rank in range(size)]
+
+
+def whole_lanes(parameters: Sequence[torch.Tensor]) -> Callable[[int], list[Lane]]:
+    """Nothing is cut."""
+    return lambda index: [Lane(0, parameters[index].numel(), 0)]
+
+
+def balanced_lanes(parameters: Sequence[torch.Tensor], size: int) -> Callable[[int], list[Lane]]:
+    """Large ones are cut evenly, small ones go to whoever has least; to be asked for each parameter once, in order."""
+    loads = [0] * size
+
+    def lanes(index: int) -> list[Lane]:
+        parameter = parameters[index]
+        num_bytes = parameter.numel() * parameter.element_size()
+        if num_bytes >= CUT_BYTES:
+            return even_lanes(parameter.numel(), size)
+        owner = loads.index(min(loads))
+        loads[owner] += num_bytes
+        return [Lane(0, parameter.numel(), owner)]
+
+    return lanes
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """The dense tensor as a vector in the order of its memory, whatever its strides; a view."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(parameter: torch.Tensor) -> bool:
+    """Whether its elements fill a stretch of memory without gaps or overlaps."""
+    expected = 1
+    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,36 @@
+"""Gradients that are NaN or infinite: whose, which, and how a scaler gets to see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..collectives.base import Group
+from ..lanes import flatten
+from ..roster import Roster
+
+MOST_NAMED = 4
+ADVICE = (
+    "(NaN or infinite). The step was not taken. Look at that worker's batch and loss; with fp16 give the GradScaler to "
+    "job.prepare(scaler=…); hora.init(on_nonfinite='skip') leaves such steps out"
+)
+
+
+def sentence(group: Group, roster: Roster, culprits: Sequence[tuple[int, int]]) -> str:
+    """Collective: every worker gives the (rank, parameter) that it knows of; all get the same words."""
+    mine = torch.tensor(culprits, dtype=torch.int64).view(-1, 2)
+    found = sorted({tuple(pair) for part in group.all_gather(mine, name="culprits") for pair in part.tolist()})
+    names = [f"{roster.names[index]} on {group.transport.name_of(rank)}" for rank, index in found]
+    more = " and others" if len(names) > MOST_NAMED else ""
+    return f"the gradient of {'; '.join(names[:MOST_NAMED])}{more} is not finite"
+
+
+def poison(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Puts an infinity where each worker's scaler looks: it then skips the step on all of them."""
+    for optimizer in optimizers:
+        grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        first = next(grads, None)
+        if first is not None:
+            values = first._values() if first.layout is torch.sparse_coo else first
+            flatten(values.detach())[:1].fill_(float("inf"))
