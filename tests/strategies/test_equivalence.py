@@ -140,3 +140,15 @@ def test_the_size_of_buckets_does_not_matter(strategy: str) -> None:
 )  # fmt: skip
 def test_the_transport_does_not_matter(transport: str, strategy: str) -> None:
     same(lambda one: script(one, "adamw", 12, width=120), strategy, 3, transport, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+@pytest.mark.parametrize("strategy", ["shared", "shared:update=sharded"])
+def test_a_thread_that_carries_the_mail_changes_no_bit(
+    strategy: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = train(3, strategy, transport, optimizer="adamw", steps=12, width=192)
+    monkeypatch.setattr("hora.strategies.replicated.num_cores", lambda: 64)
+    helped = train(3, strategy, transport, optimizer="adamw", steps=12, width=192)
+    for mine, theirs in zip(alone, helped, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
