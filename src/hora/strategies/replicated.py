@@ -69,6 +69,7 @@ class Replicated(Sync):
         self._unfrozen: list[int] = []  # what this exchange carries besides its buckets
         self._culprits: Culprits = []
         self._verdict = Verdict()
+        self._eager = strategy.overlap  # buckets leave while backward goes on
 
     # -- binding -----------------------------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class Replicated(Sync):
         self._backward.expect_end()
 
     def bucket_ready(self, bucket: Bucket) -> None:
-        if self.strategy.overlap and not self.halted:
+        if self._eager and not self.halted:
             try:
                 self._begin()
                 self._launch(bucket)
@@ -439,12 +440,17 @@ class Replicated(Sync):
             self._backward.arm(list(known.courier.buckets))
 
     def _hire(self, dense: Sequence[int]) -> Courier:
+        """Who carries these gradients, and whether they leave while backward goes on.
+
+        On one host without a core to spare a thread that communicates takes its time from the backward it should
+        hide behind, so `Calls` then come after it."""
         group, parameters = self._group, self.roster.parameters
+        spare = num_cores() >= 2 * group.size
+        self._eager = self.strategy.overlap
         on_cpu = all(parameters[index].is_cpu for index in dense)
         if self.strategy.algorithm in ("shared", "auto") and group.transport.shares_memory and on_cpu:
             try:
                 buckets = plan(dense, parameters, self._lanes(), self.strategy.bucket_bytes, group.size)
-                spare = num_cores() >= 2 * group.size
                 return Mail(group, buckets, self.keep, self.traffic, errand=spare and self.strategy.overlap)
             except OutOfMemory as problem:
                 if group.rank == 0:
@@ -453,8 +459,8 @@ class Replicated(Sync):
             _ = group.staging  # says why not, and the way out
         lanes, owners = (whole_lanes(parameters), 1) if self.keep else (self._lanes(), group.size)
         buckets = plan(dense, parameters, lanes, self.strategy.bucket_bytes, owners)
-        algorithm = self.strategy.algorithm
-        return Calls(group, buckets, self.keep, self.traffic, algorithm, self.strategy.overlap)
+        self._eager = self.strategy.overlap and (spare or group.transport.kind != "shm")
+        return Calls(group, buckets, self.keep, self.traffic, self.strategy.algorithm, self._eager)
 
     def _lanes(self) -> Any:
         return balanced_lanes(self.roster.parameters, self._group.size)
