@@ -24,16 +24,19 @@ def test_every_known_strategy_parses_by_its_name_and_is_public() -> None:
     [
         ("rnig", "unknown strategy 'rnig'; there are: auto, engine, halving, ring, shared, star, tree"),
         ("", "unknown strategy ''"),
-        ("ring:chunks=3", "strategy 'ring' has no option 'chunks'; it has no options"),
-        ("auto:determinstic=true", "has no option 'determinstic'; its options are: deterministic"),
+        ("ring:chunks=3", "strategy 'ring' has no option 'chunks'; its options are: update, overlap"),
+        ("auto:determinstic=true", "has no option 'determinstic'; did you mean 'deterministic'? its options are: update"),
         ("auto:deterministic=maybe", "takes true or false, not 'maybe'"),
         ("auto:deterministic", "needs a value"),
         ("auto:deterministic=true,deterministic=false", "is given twice"),
+        ("ring:update=shared", "update='shared' is unknown; there are: replicated, sharded"),
+        ("ring:sync_buffers=max", "there are: rank0, mean"),
+        ("ring:bucket_bytes=3", "at least 1024"),
         ("engine:backend=carrier-pigeon", "there are: auto, gloo, nccl, mpi"),
     ],
 )
 def test_a_bad_strategy_is_refused_saying_what_exists(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=r"strategy|backend") as caught:
+    with pytest.raises(ValueError, match=r"strategy|backend|update|sync_buffers|bucket_bytes") as caught:
         strategies.parse(text)
     assert said in str(caught.value)
 

@@ -142,7 +142,8 @@ class Job:
 
     def epochs(self, count: int) -> Iterator[int]:
         """0 to count − 1; after `restore` from where the run stood; ends early when the workers have agreed to stop."""
-        return self.training.epochs(count)
+        yield from self.training.epochs(count)
+        self._progress.close(self.training)
 
     def log(self, **values: float | torch.Tensor) -> None:
         """What to show of this step: numbers, or tensors of one element, which are read only when they are shown."""

@@ -72,7 +72,7 @@ def print_overheads(rows: list[Row]) -> None:
             name,
             f"{overhead * 1e3:+.2f}",
             f"{percent:+.1f}",
-            _or_nothing(share, "{:.0%}".format),
+            _or_nothing(share, lambda part: f"{part:.0%}" if abs(part) < 10 else "–"),  # DDP's is next to nothing
             _or_nothing(over_kept, lambda seconds: f"{seconds * 1e3:+.2f}"),
             "" if over_kept is None else f"{_percent(row, over_kept):+.1f}",
             f"at most {target}" if target else "",

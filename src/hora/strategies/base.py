@@ -8,6 +8,7 @@ does to a model in training is its Sync (sync.py), which it makes when `job.prep
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import typing
 from typing import TYPE_CHECKING, ClassVar
 
@@ -54,7 +55,9 @@ def parse(text: str, known: dict[str, type[Strategy]]) -> Strategy:
         key, equals, value = item.partition("=")
         if key not in fields:
             there = f"its options are: {', '.join(fields)}" if fields else "it has no options"
-            raise ValueError(f"strategy {name!r} has no option {key!r}; {there}")
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"strategy {name!r} has no option {key!r}; {hint}{there}")
         if not equals:
             raise ValueError(f"strategy {name!r}: option {key!r} needs a value, as in {name}:{key}=…")
         if key in options:

@@ -35,7 +35,7 @@ from .passing import Passing
 
 LINE = 128  # bytes: two cache lines, since processors fetch lines in pairs
 NUM_SLOTS = 2
-LINKS_BYTES = 16 << 20  # for all links of a group together, within these bounds per slot
+LINKS_BYTES = 128 << 20  # for all links of a group together, within these bounds per slot; taken page by page when used
 MIN_SLOT_BYTES, MAX_SLOT_BYTES = 32 << 10, 512 << 10
 SPINS = 4000  # about 0.2 ms
 POLITE_SPINS = 3  # with more ranks than cores: offer the core to the others this often, then sleep

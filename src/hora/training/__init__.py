@@ -1,0 +1,7 @@
+"""Training: from the user's untouched loop to the strategy at work."""
+
+from __future__ import annotations
+
+from .loop import Training
+
+__all__ = ["Training"]
