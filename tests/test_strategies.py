@@ -25,7 +25,10 @@ def test_every_known_strategy_parses_by_its_name_and_is_public() -> None:
         ("rnig", "unknown strategy 'rnig'; there are: auto, engine, halving, ring, shared, star, tree"),
         ("", "unknown strategy ''"),
         ("ring:chunks=3", "strategy 'ring' has no option 'chunks'; its options are: update, overlap"),
-        ("auto:determinstic=true", "has no option 'determinstic'; did you mean 'deterministic'? its options are: update"),
+        (
+            "auto:determinstic=true",
+            "has no option 'determinstic'; did you mean 'deterministic'? its options are: update",
+        ),
         ("auto:deterministic=maybe", "takes true or false, not 'maybe'"),
         ("auto:deterministic", "needs a value"),
         ("auto:deterministic=true,deterministic=false", "is given twice"),

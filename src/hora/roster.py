@@ -60,6 +60,9 @@ class Roster:
                 raise ValueError(
                     f"{name} has no shape yet (a lazy module): run one batch through the model before job.prepare()"
                 )
+        for name, buffer in self.buffers.items():
+            if 0 in buffer.stride() and buffer.numel() > 1:
+                raise ValueError(f"buffer {name} is expanded, several names for one place: clone() it before prepare")
         for number, optimizer in enumerate(self.optimizers):
             strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self.index]
             if strangers:
@@ -136,13 +139,13 @@ class Roster:
                     place.copy_(piece.view(torch.uint8) if piece.dtype is torch.bool else piece)
             group.broadcast(flat, name="rank 0's values")
             if group.rank != 0:
-                with torch.no_grad():
-                    for piece, place in pieces:
+                for piece, place in pieces:
+                    with torch.inference_mode(piece.is_inference()), torch.no_grad():
                         piece.copy_(place.to(torch.bool) if piece.dtype is torch.bool else place)
 
     def signature(self) -> list[tuple[int, int]]:
         """Changes whenever a buffer does, or is replaced by another tensor."""
-        return [(id(buffer), buffer._version) for buffer in self.buffers.values()]
+        return [(id(buffer), -1 if buffer.is_inference() else buffer._version) for buffer in self.buffers.values()]
 
 
 def _packed(

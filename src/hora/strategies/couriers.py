@@ -199,13 +199,17 @@ class Calls(Courier):
             for segment, view in zip(bucket.segments, views, strict=True):
                 flat[segment.offset : segment.offset + segment.stop - segment.start].copy_(view)
         self._inspect(bucket, flat, views)  # now: the sum will take its place
-        if scale * n != 1.0:
+        operation = "mean"
+        if bucket.dtype is torch.float16:  # its sum may be too large where its mean is not
+            operation = "sum"
+            flat.mul_(scale)
+        elif scale * n != 1.0:
             flat.mul_(scale * n)
         name = f"bucket {bucket.number}"
         if self.keep:
-            handle = self.group.all_reduce(flat, "mean", self._algorithm, name, wait=False)
+            handle = self.group.all_reduce(flat, operation, self._algorithm, name, wait=False)
         else:
-            handle = self.group.reduce_scatter(flat.view(n, -1), "mean", name, wait=False)
+            handle = self.group.reduce_scatter(flat.view(n, -1), operation, name, wait=False)
         self._under_way.append((bucket, views, handle))
         self._spent(time.perf_counter() - begin)
         if not self._overlap:

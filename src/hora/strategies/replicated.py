@@ -15,20 +15,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 
-from ..buckets import Backward, Bucket, plan
+from ..buckets import Backward, Bucket
 from ..collectives.base import Group
-from ..errors import HoraError, Mismatch, OutOfMemory
-from ..lanes import balanced_lanes, flatten, whole_lanes
+from ..errors import HoraError
+from ..lanes import balanced_lanes, flatten
 from ..roster import Roster
-from ..transport.base import num_cores
-from . import nonfinite, sparse
+from . import dispatch, nonfinite, sparse
 from .allreduce import AllReduce
-from .couriers import Calls, Courier, Culprits, Mail
+from .couriers import Courier, Culprits
 from .states import collect, load
 from .sync import Halt, Snapshot, Sync, Verdict
 
@@ -68,6 +68,7 @@ class Replicated(Sync):
         self._stepped: set[int] = set()  # optimizers (by id) that have stepped since the last exchange
         self._unfrozen: list[int] = []  # what this exchange carries besides its buckets
         self._culprits: Culprits = []
+        self._piled: tuple[int, weakref.ref[torch.Tensor], int] | None = None  # a gradient of the pile, as it was left
         self._verdict = Verdict()
         self._eager = strategy.overlap  # buckets leave while backward goes on
 
@@ -101,6 +102,7 @@ class Replicated(Sync):
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def weigh(self, weight: float, expected: float) -> None:
+        self._forget_cleared()
         if weight != self._weight and self._pile[1]:
             if not weight:
                 raise ValueError("job.weight(0) in the middle of an accumulation: leave that backward() out instead")
@@ -108,8 +110,8 @@ class Replicated(Sync):
         self._weight, self._expected = weight, expected
 
     def before_forward(self) -> None:
-        if self.group is None or not torch.is_grad_enabled():
-            return
+        if self.group is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return  # the last: a checkpoint computes again, inside of a backward
         if self._backward.running:  # the last one was broken off by an exception that the user caught
             if self._launched > 0:
                 raise HoraError(
@@ -117,8 +119,17 @@ class Replicated(Sync):
                 )
             self._backward.forget()
             self._launched = -1
+        self._forget_cleared()
         self.roster.check_unchanged()
         self._watch()
+
+    def _forget_cleared(self) -> None:
+        """An accumulation that was given up, its gradients cleared, counts no more."""
+        if self._pile[1] and self._piled is not None:
+            index, piled, version = self._piled
+            grad = self.roster.parameters[index].grad
+            if grad is None or ((piled() is not grad or grad._version != version) and not bool(grad.detach().any())):
+                self._pile, self._piled = [0.0, 0.0], None
 
     def _watch(self) -> None:
         """Hooks for parameters that were unfrozen; none for frozen ones, unless their gradients are still to go."""
@@ -129,11 +140,12 @@ class Replicated(Sync):
         if self.group is None or not torch.is_grad_enabled():
             return
         for tensor in _tensors(output):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._begin_backward)
 
     def _begin_backward(self, _: torch.Tensor) -> None:
-        self._backward.expect_end()
+        if self.group is not None:
+            self._backward.expect_end()
 
     def bucket_ready(self, bucket: Bucket) -> None:
         if self._eager and not self.halted:
@@ -144,9 +156,14 @@ class Replicated(Sync):
                 self.halted = str(halt)
 
     def after_backward(self) -> None:
+        if self.group is None:
+            return
         if self.silent:
             self._pile[0] += self._weight
             self._pile[1] += self._expected
+            grads = ((index, self.roster.parameters[index].grad) for index in self._backward.watched)
+            held = next(((i, g) for i, g in grads if g is not None and g.layout is torch.strided), None)
+            self._piled = (held[0], weakref.ref(held[1]), held[1]._version) if held else None
         else:
             self._exchange()
 
@@ -230,6 +247,7 @@ class Replicated(Sync):
             with self._group.part():
                 self._enter()
             self.num_exchanges += 1
+            self.exchanging = True
             self.before_exchange()
             self._launched = 0
             self._flats.clear()
@@ -334,7 +352,9 @@ class Replicated(Sync):
         """These gradients times `factor`."""
         grads = [p.grad for p in map(self.roster.parameters.__getitem__, indices) if p.grad is not None]
         with torch.no_grad():
-            torch._foreach_mul_([grad for grad in grads if grad.layout is torch.strided], factor)
+            dense = [grad for grad in grads if grad.layout is torch.strided]
+            if dense:
+                torch._foreach_mul_(dense, factor)
             for grad in grads:
                 if grad.layout is not torch.strided:
                     grad.mul_(factor)
@@ -364,7 +384,7 @@ class Replicated(Sync):
                 f"{type(optimizer).__name__}.step() without a backward() since the last one: there is no gradient to "
                 "apply. Call loss.backward() first, or leave the step out on every worker"
             )
-        elif self._backward.unwatched:
+        elif self._backward.unwatched and not self._verdict.skipped:
             self._exchange_late()
         self._stepped.add(id(optimizer))
         return not self.halted and not self._verdict.skipped
@@ -383,6 +403,7 @@ class Replicated(Sync):
         self._launched = -1
         self._pile = [0.0, 0.0]
         self._backward.running = False
+        self.exchanging = False
 
     def share_gradients(self) -> None:
         trained = [p for p in self.roster.parameters if p.requires_grad]
@@ -403,27 +424,13 @@ class Replicated(Sync):
 
     def _arm(self) -> None:
         """Collective: everybody cuts the buckets as rank 0's backward produced them."""
-        group = self._group
-        watched, late = self._backward.watched, self._backward.late
-        grads = [self.roster.parameters[index].grad for index in watched]
-        word = torch.tensor([len(watched), *self._backward.order, len(late), *sorted(late)], dtype=torch.int64)
-        words = [part.tolist() for part in group.all_gather(word, name="order of gradients")]
-        for rank, theirs in enumerate(words):
-            differing = set(words[0][1 : 1 + words[0][0]]) ^ set(theirs[1 : 1 + theirs[0]])
-            if differing:
-                index = min(differing)
-                does = "trains" if index in theirs[1 : 1 + theirs[0]] else "does not train"
-                raise Mismatch(
-                    f"{group.transport.name_of(rank)} {does} {self.roster.names[index]}, other than "
-                    f"{group.transport.name_of(0)}: requires_grad must be the same on every worker"
-                )
-        order, late = words[0][1 : 1 + words[0][0]], set(words[0][2 + words[0][0] :])
-        kinds = torch.tensor([float(g is not None and g.layout is not torch.strided) for g in grads])
-        group.all_reduce(kinds, "max", name="sparse gradients")
-        self._sparse = [index for index, sparse in zip(watched, kinds.tolist(), strict=True) if sparse]
+        watched = self._backward.watched
+        order, late, self._sparse = dispatch.agree(self._group, self.roster, self._backward)
         dense = [index for index in order if index not in self._sparse]
         self._backward.late = late
-        self._courier = self._hire(dense)
+        self._courier, self._eager = dispatch.hire(
+            self._group, self.roster, self.strategy, dense, self._lanes(), self.keep, self.traffic
+        )
         self._backward.arm(list(self._courier.buckets))
         self._armed[tuple(watched)] = _Armed(self._courier, self._sparse, late)
         if len(self._armed) > ARMED:
@@ -438,29 +445,6 @@ class Replicated(Sync):
             self._armed[tuple(self._backward.watched)] = known  # the newest again
             self._courier, self._sparse, self._backward.late = known.courier, known.sparse, set(known.late)
             self._backward.arm(list(known.courier.buckets))
-
-    def _hire(self, dense: Sequence[int]) -> Courier:
-        """Who carries these gradients, and whether they leave while backward goes on.
-
-        On one host without a core to spare a thread that communicates takes its time from the backward it should
-        hide behind, so `Calls` then come after it."""
-        group, parameters = self._group, self.roster.parameters
-        spare = num_cores() >= 2 * group.size
-        self._eager = self.strategy.overlap
-        on_cpu = all(parameters[index].is_cpu for index in dense)
-        if self.strategy.algorithm in ("shared", "auto") and group.transport.shares_memory and on_cpu:
-            try:
-                buckets = plan(dense, parameters, self._lanes(), self.strategy.bucket_bytes, group.size)
-                return Mail(group, buckets, self.keep, self.traffic, errand=spare and self.strategy.overlap)
-            except OutOfMemory as problem:
-                if group.rank == 0:
-                    log.warning("too little shared memory for the gradients, which then take longer: %s", problem)
-        elif self.strategy.algorithm == "shared" and not group.transport.shares_memory:
-            _ = group.staging  # says why not, and the way out
-        lanes, owners = (whole_lanes(parameters), 1) if self.keep else (self._lanes(), group.size)
-        buckets = plan(dense, parameters, lanes, self.strategy.bucket_bytes, owners)
-        self._eager = self.strategy.overlap and (spare or group.transport.kind != "shm")
-        return Calls(group, buckets, self.keep, self.traffic, self.strategy.algorithm, self._eager)
 
     def _lanes(self) -> Any:
         return balanced_lanes(self.roster.parameters, self._group.size)

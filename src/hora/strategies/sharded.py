@@ -205,12 +205,26 @@ class Sharded(Replicated):
             if grad is not None:
                 self._marks[index] = (weakref.ref(grad), grad._version, self._backward.num_fires[index])
 
+    def rescaled(self) -> None:
+        if self.group is not None:
+            self._settle(list(self._marks))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._swapped:
+            with self._group.part():
+                raise HoraError(
+                    f"{self._group.transport.name_of(self._group.rank)}: the last step() broke off inside the "
+                    "optimizer, so this worker's share was not updated while others' were: restore a checkpoint, or "
+                    "start again"
+                )
+        return super().before_step(optimizer)
+
     def open_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.group is None:
             return
         with self.group.part():
             self._check_parameters()
-            self._check_gradients()
+            self._check_gradients({self.roster.index[id(p)] for g in optimizer.param_groups for p in g["params"]})
             self._check_mixed(optimizer)
         self.group.barrier("before the step")
         self._swapped = []
@@ -296,13 +310,11 @@ class Sharded(Replicated):
                         "its memory is shared by all workers and only the optimizer may write it. Use update=replicated"
                     )
 
-    def _check_gradients(self) -> None:
-        if self.on_nonfinite == "poison":
-            return  # a scaler unscales gradients in place
+    def _check_gradients(self, indices: set[int]) -> None:
         name_of, rank = self._group.transport.name_of, self._group.rank
         for index, (left, version, _) in self._marks.items():
             grad = self.roster.parameters[index].grad
-            if grad is not None and (left() is not grad or grad._version != version):
+            if index in indices and grad is not None and (left() is not grad or grad._version != version):
                 raise HoraError(
                     f"{name_of(rank)}: the gradient of {self.roster.names[index]} was changed between backward() and "
                     "step(); under update=sharded a worker holds the mean of its share alone. Clip with "
@@ -332,9 +344,9 @@ class Sharded(Replicated):
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         if self.group is None:
             return super().clip(parameters, max_norm, norm_type)
-        with self.group.part():
-            self._check_gradients()
         indices = [self.roster.index[id(p)] for p in parameters if id(p) in self.roster.index]
+        with self.group.part():
+            self._check_gradients(set(indices))
         shares = []
         for index in indices:
             grad, lane = self.roster.parameters[index].grad, self._mine(index)

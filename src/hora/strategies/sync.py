@@ -115,6 +115,9 @@ class Sync(abc.ABC):
     def open_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing to do where every worker writes its own memory."""
 
+    def rescaled(self) -> None:
+        """A scaler has changed the gradients, as it should."""
+
     @abc.abstractmethod
     def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
 

@@ -106,7 +106,7 @@ class Farewell:
         """
         sync = self._at_work
         with self._lock:
-            num_exchanges = sync.num_exchanges
+            num_exchanges = self._num_concluded
             unstepped = self._applied < num_exchanges and not sync.exchanging
             is_open = unstepped and not finished and not sync.halted
             self._ended[loop] = num_exchanges
@@ -118,13 +118,13 @@ class Farewell:
 
     def quit(self, run: int) -> None:
         """`job.epochs` number `run` was left before its end."""
-        self._tell("quit", run, self._at_work.num_exchanges)
+        self._tell("quit", run, self._num_concluded)
 
     def meet(self) -> None:
         """This worker exchanges no gradients until the others have come here too, out of their loops."""
         with self._lock:
             self._num_meetings += 1
-        self._tell("meet", self._num_meetings, self._at_work.num_exchanges)
+        self._tell("meet", self._num_meetings, self._num_concluded)
 
     def mourn(self) -> None:
         """After an exchange that did not take place: everybody hears that there will be no more."""
@@ -211,6 +211,11 @@ class Farewell:
     def _tell(self, kind: str, loop: int, num_exchanges: int) -> None:
         with contextlib.suppress(HoraError):
             self._control.tell(TOPIC, msgspec.msgpack.encode(Word(kind, loop, num_exchanges, self.step)))
+
+    @property
+    def _num_concluded(self) -> int:
+        """The exchanges that this worker has gone through to their end; one that broke off is none."""
+        return self._at_work.num_exchanges - self._at_work.exchanging
 
     @property
     def _at_work(self) -> Sync:

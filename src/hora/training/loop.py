@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ class Training:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         self.scaler: Any = None
-        self.shards: list[Shard] = []
+        self._shards: list[weakref.ref[Shard]] = []
         self.infinite: set[str] = set()  # buffers that were so from the start, a mask of -inf perhaps
         self.current_epoch: int | None = None
         self._group = group
@@ -102,6 +103,8 @@ class Training:
         self.sync = sync
         self._orders = Orders(sync, self.models, self.optimizers, self.schedulers, scaler)
         self.infinite = {name for name, buffer in roster.buffers.items() if not bool(torch.isfinite(buffer).all())}
+        if self.size > 1 and is_enabled(scaler):
+            self._heed(scaler, sync)
         memory.keep()
         if self.size > 1:
             before, after = Hook(lambda *_: sync.before_forward()), Hook(lambda _m, _i, out: sync.after_forward(out))
@@ -110,6 +113,18 @@ class Training:
         for each_optimizer in self.optimizers:
             self._handles.append(each_optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(each_optimizer.register_step_post_hook(self._after_step))
+
+    @staticmethod
+    def _heed(scaler: Any, sync: Sync) -> None:
+        """The scaler writes gradients between backward and step, which is its right: it is told apart from others."""
+        unscale = scaler._unscale_grads_
+
+        def unscale_and_tell(*args: Any, **kwargs: Any) -> Any:
+            found = unscale(*args, **kwargs)
+            sync.rescaled()
+            return found
+
+        scaler._unscale_grads_ = unscale_and_tell
 
     def close(self) -> None:
         for handle in self._handles:
@@ -170,7 +185,8 @@ class Training:
         if not self._taken:
             return
         self.sync.after_step(optimizer)
-        if optimizer is self.optimizers[0]:
+        found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer, which then skips
+        if optimizer is self.optimizers[0] and not (found_inf is not None and bool(found_inf)):
             self.step += 1
             self._farewell.step = self.step
             for loader, portion, _ in self._held.values():  # now, so that a checkpoint after this does not repeat them
@@ -396,9 +412,14 @@ class Training:
         if self.sync is not None and self.size > 1:
             self._farewell.meet()
 
+    @property
+    def shards(self) -> list[Shard]:
+        """The loaders that are in use, in the order in which they were made."""
+        return [shard for known in self._shards if (shard := known()) is not None]
+
     def adopt(self, shard: Shard) -> Shard:
         """A loader of this job; if the run was restored, it goes on where its like stood."""
-        self.shards.append(shard)
+        self._shards = [known for known in self._shards if known() is not None] + [weakref.ref(shard)]
         if self._standing:
             self._resume(shard, self._standing.pop(0))
         return shard
