@@ -183,7 +183,9 @@ class Job:
         self._closed = True
         if _current is self:
             _current = None
-        self._progress.close(self.training)
+        if not self._failed:
+            self._progress.close(self.training)
+            self.training.conclude(self._progress.used)
         if not self._failed:
             self.training.depart()
             with contextlib.suppress(HoraError):

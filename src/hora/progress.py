@@ -41,6 +41,10 @@ class Progress:
         if show and time.monotonic() - self._shown_at >= EVERY_S:
             self._print(training)
 
+    @property
+    def used(self) -> bool:
+        return bool(self._values)
+
     def close(self, training: Training) -> None:
         if self._show and self._values and training.step != self._shown_step:
             self._print(training)

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 ARMED = 4  # for so many sets of trained parameters buckets are kept: models that take turns freeze each other
 
-WEIGHT, EXPECTED, LOOP, STOP, NONFINITE, BUFFERS, HEAD = range(7)
+WEIGHT, EXPECTED, LOOP, STEPS, STOP, NONFINITE, BUFFERS, HEAD = range(8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Replicated(Sync):
         self._unfrozen: list[int] = []  # what this exchange carries besides its buckets
         self._culprits: Culprits = []
         self._piled: tuple[int, weakref.ref[torch.Tensor], int] | None = None  # a gradient of the pile, as it was left
+        self._num_steps = 0  # of all optimizers
         self._verdict = Verdict()
         self._eager = strategy.overlap  # buckets leave while backward goes on
 
@@ -295,6 +296,7 @@ class Replicated(Sync):
             [
                 *self._pile,
                 self.loop,
+                self._num_steps,
                 self.stop_wanted,
                 self._count_nonfinite(),
                 changed and (mean or self._group.rank == 0),
@@ -317,7 +319,7 @@ class Replicated(Sync):
     def _conclude(self, census: list[float]) -> None:
         """All workers draw the same conclusions from the same numbers."""
         group, parameters = self._group, self.roster.parameters
-        weight, expected, loops, stops, nonfinite, buffers = census[:HEAD]
+        weight, expected, loops, steps, stops, nonfinite, buffers = census[:HEAD]
         for index, count in zip(self._counted, census[HEAD:], strict=True):
             if not count and index in self._lent:
                 parameters[index].grad = None
@@ -330,7 +332,10 @@ class Replicated(Sync):
         self.exchanging = False
         self._verdict = Verdict(stop=bool(stops))
         if loops != self.loop * group.size:
-            raise Halt("the workers are in different loops")
+            raise Halt(self._out_of_step(self.loop, "loops have begun", "did one leave its loop or skip a backward()?"))
+        if steps != self._num_steps * group.size:
+            way_out = "every worker must call optimizer.step() after the same backward()"
+            raise HoraError(self._out_of_step(self._num_steps, "steps were taken", way_out))
         settled = self._unfrozen
         if weight:  # not where only the unfrozen went
             settled, self._factor = self._counted, expected / weight
@@ -344,6 +349,14 @@ class Replicated(Sync):
         if buffers:
             self._share_buffers()
         self._settle(settled)
+
+    def _out_of_step(self, mine: int, what: str, way_out: str) -> str:
+        """Collective: who counts differently than rank 0, in words."""
+        group = self._group
+        counts = [int(part.item()) for part in group.all_gather(torch.tensor([mine]), name="counts")]
+        rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), 0)
+        theirs, first = group.transport.name_of(rank), group.transport.name_of(0)
+        return f"on {theirs} {counts[rank]} {what}, on {first} {counts[0]}: {way_out}"
 
     def _correct(self, factor: float) -> None:
         self._multiply(self._counted, factor)
@@ -390,7 +403,7 @@ class Replicated(Sync):
         return not self.halted and not self._verdict.skipped
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
+        self._num_steps += 1
 
     def drop(self) -> None:
         for parameter in self.roster.parameters:

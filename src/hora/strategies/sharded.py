@@ -249,6 +249,7 @@ class Sharded(Replicated):
                     optimizer.state[share] = optimizer.state.pop(parameter)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().after_step(optimizer)
         if self.group is None or not self._swapped:
             return
         number = self.roster.optimizers.index(optimizer)

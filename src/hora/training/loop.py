@@ -61,6 +61,7 @@ class Training:
         self.schedulers: list[Any] = []
         self.scaler: Any = None
         self._shards: list[weakref.ref[Shard]] = []
+        self._newest: Shard | None = None  # kept, so that its ledger can be looked at after its loop
         self.infinite: set[str] = set()  # buffers that were so from the start, a mask of -inf perhaps
         self.current_epoch: int | None = None
         self._group = group
@@ -125,6 +126,20 @@ class Training:
             return found
 
         scaler._unscale_grads_ = unscale_and_tell
+
+    def conclude(self, logged: bool) -> None:
+        """The script has ended: what it may not have noticed."""
+        if self.sync is None:
+            if self.size > 1 and logged and self.rank == 0:
+                log.warning("job.prepare(model, optimizer) was never called: each worker trained by itself")
+            return
+        if self.sync.halted or self._stopping:
+            self._tell_why()
+        if self.max_steps is not None and self.step > self.max_steps and self.rank == 0:
+            log.warning(
+                "--max-steps %d was passed: loops over job.shard(…) and job.epochs(…) end by themselves, in others ask "
+                "job.stopped", self.max_steps
+            )  # fmt: skip
 
     def close(self) -> None:
         for handle in self._handles:
@@ -419,6 +434,7 @@ class Training:
 
     def adopt(self, shard: Shard) -> Shard:
         """A loader of this job; if the run was restored, it goes on where its like stood."""
+        self._newest = shard
         self._shards = [known for known in self._shards if known() is not None] + [weakref.ref(shard)]
         if self._standing:
             self._resume(shard, self._standing.pop(0))
