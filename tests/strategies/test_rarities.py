@@ -218,3 +218,19 @@ def test_a_loader_made_anew_in_every_epoch_goes_on_where_it_stood() -> None:
 
     found = ranks.run(2, script)
     assert sorted(found[0] + found[1]) == list(range(4, 12))
+
+
+@pytest.mark.parametrize("strategy", ["shared", "ring"])
+def test_a_step_that_one_worker_leaves_out_is_named_at_the_next_backward(strategy: str) -> None:
+    def script(one: Any) -> None:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        one.prepare(model, optimizer)
+        for number in range(4):
+            loss_of(model, part(one, batch(number))).backward()
+            if one.rank == 0 or number != 2:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    for words in fail(script, strategy):
+        assert "on rank 1" in words and "2 steps were taken, on rank 0" in words and "optimizer.step()" in words
