@@ -234,3 +234,27 @@ def test_a_step_that_one_worker_leaves_out_is_named_at_the_next_backward(strateg
 
     for words in fail(script, strategy):
         assert "on rank 1" in words and "2 steps were taken, on rank 0" in words and "optimizer.step()" in words
+
+
+@pytest.mark.parametrize("breaker", [0, 1])
+@pytest.mark.parametrize("strategy", ["shared", "ring", "shared:update=sharded"])
+def test_one_that_breaks_out_alone_ends_its_epochs_where_the_others_do(strategy: str, breaker: int) -> None:
+    def script(group: Any) -> tuple[int, int]:
+        one = training(group, strategy)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        one.prepare(model, optimizer)
+        loader = one.adopt(shard([torch.ones(6, dtype=torch.float64)] * 20, one, global_batch=4))
+        bodies = 0
+        for _ in one.epochs(3):
+            for number, x in enumerate(loader):
+                loss_of(model, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if one.rank == breaker and number == 2:
+                    break
+            assert group.all_reduce(torch.ones(1)).item() == 2  # an evaluation after every epoch
+            bodies += 1
+        return bodies, one.step
+
+    assert ranks.run(2, script) == [(1, 3), (1, 3)]

@@ -34,6 +34,7 @@ class Word(msgspec.Struct, array_like=True):
     """`left`: this rank has left loop `loop` after `num_exchanges`. `halt`: there will be none beyond that number.
 
     `open`: it has left before the step of the last of them; has anybody taken that? The answers are `took`, `passed`.
+    `done`: the answer to `left` of one that is out of that loop too.
     `quit`: it has left the `job.epochs` of number `loop`. `meet`: it has come to meeting `loop` outside of all loops.
     """
 
@@ -61,6 +62,7 @@ class Farewell:
         self._answers: dict[int, set[int]] = {}  # by exchange: whose answer to an `open` word has come
         self._taken_by_others: set[int] = set()  # exchanges whose step somebody took
         self._answered: set[int] = set()
+        self._out_of: dict[int, set[int]] = {}  # by loop: who else is out of it
         self._mourned = False
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
@@ -110,11 +112,30 @@ class Farewell:
             unstepped = self._applied < num_exchanges and not sync.exchanging
             is_open = unstepped and not finished and not sync.halted
             self._ended[loop] = num_exchanges
+            asked = loop in self._out_of
+            if finished:
+                self._out_of.pop(loop, None)
         self.answer()
         if finished:
+            if asked:
+                self._tell("done", loop, num_exchanges)
             return False
         self._tell("open" if is_open else "left", loop, num_exchanges)
         return is_open and alone and not sync.together and self._taken_elsewhere(num_exchanges)
+
+    def await_others(self, loop: int) -> None:
+        """After leaving `loop` before its end: blocks until all are out of it, or one says that there is no more."""
+        sync = self._at_work
+        deadline = time.monotonic() + min(CATCH_UP_S, self._group.transport.circle.timeout_s)
+        others = set(self._group.others)
+        with self._news:
+            while self._group.transport.cause is None and time.monotonic() < deadline:
+                if any(word.kind == "halt" for word, _ in self._words):
+                    sync.halted = sync.halted or "this worker left its loop, the others had not"
+                    return
+                if others <= self._out_of.get(loop, set()) | self._group.transport.gone.keys():
+                    return
+                self._news.wait(0.05)
 
     def quit(self, run: int) -> None:
         """`job.epochs` number `run` was left before its end."""
@@ -177,12 +198,17 @@ class Farewell:
                 self._answers.setdefault(word.num_exchanges, set()).add(event.member.rank)
             if word.kind == "took":
                 self._taken_by_others.add(word.num_exchanges)
-            if word.kind not in ("took", "passed"):
+            if word.kind in ("left", "open", "done"):
+                self._out_of.setdefault(word.loop, set()).add(event.member.rank)
+            if word.kind not in ("took", "passed", "done"):
                 self._words.append((word, str(event.member)))
+            is_out = word.kind in ("left", "open") and word.loop in self._ended
             halt = self._judge() if self.sync is not None else None
             self._news.notify_all()
         if self.sync is not None:
             self.answer()
+            if is_out:
+                self._tell("done", word.loop, word.num_exchanges)
             if halt is not None:
                 self.sync.abort(halt)
 

@@ -76,6 +76,7 @@ class Training:
         self._leader: Shard | None = None  # the loader that trained last
         self._broke = False  # rank 0 has left the loop in a batch where this worker had no samples
         self._taken = False
+        self._unfinished: int | None = None  # a loop that this worker left before its end
         self._num_runs = 0
         self._loops: dict[int, int] = {}  # loops of this worker that are open: by loader's id
         self._farewell = Farewell(group, control)
@@ -336,6 +337,8 @@ class Training:
         self._broke = False
         if loop is not None and self.size > 1:
             alone = held is not None and not held.followed
+            if not finished and not self._stopping:
+                self._unfinished = loop
             if self._farewell.leave(loop, finished or self._stopping, alone):
                 self._catch_up()
             self._farewell.mourn()
@@ -405,6 +408,9 @@ class Training:
         finished = False
         try:
             for number in range(self._first_epoch, count):
+                if self._unfinished is not None:
+                    self._farewell.await_others(self._unfinished)
+                    self._unfinished = None
                 if self.stopped():
                     break
                 self.current_epoch = number
