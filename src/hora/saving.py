@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import safetensors.torch
 import torch
 
 from . import checkpoint, letters
@@ -167,7 +166,8 @@ def _number(value: Any) -> Any:
 
 def _read(group: Group, found: checkpoint.Checkpoint | None, stem: str) -> dict[str, torch.Tensor]:
     """One file of the checkpoint, read by rank 0 and sent to all: they need not see the same disk."""
-    return safetensors.torch.load(letters.broadcast(group, found.read(stem) if found else b"", f"file {stem}"))
+    data = letters.broadcast(group, found.read(stem) if found else b"", f"file {stem}")
+    return checkpoint.parse(data, f"what rank 0 sent as {stem}")
 
 
 # -- random generators -----------------------------------------------------------------------------------------------

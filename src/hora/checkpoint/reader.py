@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-import safetensors.torch
 from torch import Tensor
 
 from ..errors import HoraError
@@ -29,6 +28,7 @@ from .manifest import (
     Manifest,
     places,
 )
+from .tensorfile import parse
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +63,7 @@ class Checkpoint:
 
     def tensors(self, stem: str) -> dict[str, Tensor]:
         """The tensors of one file by name, on the CPU, each in memory of its own."""
-        data = self.read(stem)
-        try:
-            return safetensors.torch.load(data)
-        except Exception as error:  # the library's own class, KeyError, AssertionError: all mean the same
-            raise HoraError(f"{self.path}: {stem}{TENSORS} is no safetensors file ({error})") from error
+        return parse(self.read(stem), f"{self.path}: {stem}{TENSORS}")
 
 
 def newest(directory: str | os.PathLike[str]) -> Checkpoint | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -102,3 +103,15 @@ class TensorFile:
                 f"{self.name}: names and shapes take {len(text)} bytes, the format allows {HEADER_LIMIT_BYTES}"
             )
         return len(text).to_bytes(8, "little") + text
+
+
+def parse(data: bytes, what: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU, each in memory of its own. HoraError if `what` is none.
+
+    This `load` is the safetensors library's, not pickle's: it reads names, dtypes, shapes and raw bytes, and nothing
+    in them is executed.
+    """
+    try:
+        return safetensors.torch.load(data)
+    except Exception as error:  # the library's own class, KeyError, AssertionError: all mean the same
+        raise HoraError(f"{what} is no safetensors file ({error})") from error

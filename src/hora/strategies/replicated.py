@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-import weakref
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -28,7 +27,9 @@ from ..lanes import balanced_lanes, flatten
 from ..roster import Roster
 from . import dispatch, nonfinite, sparse
 from .allreduce import AllReduce
+from .census import Census
 from .couriers import Courier, Culprits
+from .pile import Pile
 from .states import collect, load
 from .sync import Halt, Snapshot, Sync, Verdict
 
@@ -36,14 +37,13 @@ log = logging.getLogger(__name__)
 
 ARMED = 4  # for so many sets of trained parameters buckets are kept: models that take turns freeze each other
 
-WEIGHT, EXPECTED, LOOP, STEPS, STOP, NONFINITE, BUFFERS, HEAD = range(8)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Armed:
     """What was agreed upon in the first backward over one set of parameters."""
 
     courier: Courier
+    eager: bool
     sparse: list[int]
     late: set[int]
 
@@ -60,15 +60,13 @@ class Replicated(Sync):
         self._flats: dict[int, torch.Tensor] = {}
         self._lent: set[int] = set()  # gradients that only others have: zeros stand in for ours
         self._launched = -1  # buckets on their way, -1 outside of an exchange
-        self._weight = self._expected = 1.0
-        self._pile = [0.0, 0.0]  # weight and expected weight of the backwards since the last exchange
+        self._pile = Pile()
         self._buffer_versions: list[tuple[int, int]] = []
         self._factor = 1.0  # by which the last exchange was corrected
         self._armed: dict[tuple[int, ...], _Armed] = {}  # by the parameters that are trained, the newest last
         self._stepped: set[int] = set()  # optimizers (by id) that have stepped since the last exchange
         self._unfrozen: list[int] = []  # what this exchange carries besides its buckets
         self._culprits: Culprits = []
-        self._piled: tuple[int, weakref.ref[torch.Tensor], int] | None = None  # a gradient of the pile, as it was left
         self._num_steps = 0  # of all optimizers
         self._verdict = Verdict()
         self._eager = strategy.overlap  # buckets leave while backward goes on
@@ -103,12 +101,13 @@ class Replicated(Sync):
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def weigh(self, weight: float, expected: float) -> None:
-        self._forget_cleared()
-        if weight != self._weight and self._pile[1]:
+        pile = self._pile
+        pile.forget_cleared()
+        if weight != pile.weight and pile:
             if not weight:
                 raise ValueError("job.weight(0) in the middle of an accumulation: leave that backward() out instead")
-            self._multiply(self._trained(), self._weight / weight)
-        self._weight, self._expected = weight, expected
+            self._multiply(self._trained(), pile.weight / weight)
+        pile.weight, pile.expected = weight, expected
 
     def before_forward(self) -> None:
         if self.group is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
@@ -120,21 +119,13 @@ class Replicated(Sync):
                 )
             self._backward.forget()
             self._launched = -1
-        self._forget_cleared()
+        self._pile.forget_cleared()
         self.roster.check_unchanged()
         self._watch()
 
-    def _forget_cleared(self) -> None:
-        """An accumulation that was given up, its gradients cleared, counts no more."""
-        if self._pile[1] and self._piled is not None:
-            index, piled, version = self._piled
-            grad = self.roster.parameters[index].grad
-            if grad is None or ((piled() is not grad or grad._version != version) and not bool(grad.detach().any())):
-                self._pile, self._piled = [0.0, 0.0], None
-
     def _watch(self) -> None:
         """Hooks for parameters that were unfrozen; none for frozen ones, unless their gradients are still to go."""
-        if self._backward.hook(keep=bool(self._pile[1])):
+        if self._backward.hook(keep=bool(self._pile)):
             self._disarm()
 
     def after_forward(self, output: Any) -> None:
@@ -160,16 +151,13 @@ class Replicated(Sync):
         if self.group is None:
             return
         if self.silent:
-            self._pile[0] += self._weight
-            self._pile[1] += self._expected
-            grads = ((index, self.roster.parameters[index].grad) for index in self._backward.watched)
-            held = next(((i, g) for i, g in grads if g is not None and g.layout is torch.strided), None)
-            self._piled = (held[0], weakref.ref(held[1]), held[1]._version) if held else None
+            self._pile.add()
+            self._pile.mark(self.roster.parameters[index] for index in self._backward.watched)
         else:
             self._exchange()
 
     def absent_step(self) -> None:
-        if not self._pile[1]:
+        if not self._pile:
             for parameter in self.roster.parameters:
                 parameter.grad = None  # the last step's, which the user's loop would clear only now
         self._exchange(absent=True)
@@ -179,8 +167,7 @@ class Replicated(Sync):
         try:
             if not self.halted:
                 if not absent and not piled:
-                    self._pile[0] += self._weight
-                    self._pile[1] += self._expected
+                    self._pile.add()
                 self._carry_out()
         except Halt as halt:
             self.halted = str(halt)
@@ -229,19 +216,19 @@ class Replicated(Sync):
             flat = self._flat(index)
             if not bool(torch.isfinite(flat).all()):
                 self._culprits.append((self._group.rank, index))
-            if self._weight != 1.0:
-                flat.mul_(self._weight)
+            if self._pile.weight != 1.0:
+                flat.mul_(self._pile.weight)
             name = f"gradient of {self.roster.names[index]}"
             self._group.all_reduce(flat, "mean", self.strategy.algorithm, name=name)
 
     def _take_census(self) -> None:
-        census = self._census()
+        mine = self._census()
         begin = time.perf_counter()
-        self._group.all_reduce(census, name=f"census {self._backward.signet}")
+        census = mine.sum(self._group, f"census {self._backward.signet}")
         self.traffic.comm_s += time.perf_counter() - begin
         self.traffic.exposed_s += time.perf_counter() - begin
         self.traffic.num_exchanges += 1
-        self._conclude(census.tolist())
+        self._conclude(census)
 
     def _begin(self) -> None:
         if self._launched < 0:
@@ -264,7 +251,7 @@ class Replicated(Sync):
     def _launch(self, bucket: Bucket) -> None:
         assert self._courier is not None
         views = [self._flat(segment.index)[segment.start : segment.stop] for segment in bucket.segments]
-        self._courier.launch(bucket, views, self._weight / self._group.size)
+        self._courier.launch(bucket, views, self._pile.weight / self._group.size)
         self._launched = bucket.number + 1
 
     def _flat(self, index: int) -> torch.Tensor:
@@ -287,23 +274,19 @@ class Replicated(Sync):
             flat = self._flats[index] = flatten(grad.detach())
         return flat
 
-    def _census(self) -> torch.Tensor:
-        census = torch.zeros(HEAD + len(self._counted), dtype=torch.float64)
+    def _census(self) -> Census:
         self.roster.refresh_buffers()
         changed = self.roster.signature() != self._buffer_versions
-        mean = self.strategy.sync_buffers == "mean"
-        census[:HEAD] = torch.tensor(
-            [
-                *self._pile,
-                self.loop,
-                self._num_steps,
-                self.stop_wanted,
-                self._count_nonfinite(),
-                changed and (mean or self._group.rank == 0),
-            ]
+        return Census(
+            weight=self._pile.total,
+            expected=self._pile.total_expected,
+            loop=self.loop,
+            steps=self._num_steps,
+            stop=self.stop_wanted,
+            nonfinite=self._count_nonfinite(),
+            buffers=changed and (self.strategy.sync_buffers == "mean" or self._group.rank == 0),
+            holders=[float(index not in self._lent) for index in self._counted],
         )
-        census[HEAD:] = torch.tensor([float(index not in self._lent) for index in self._counted])
-        return census
 
     @property
     def _counted(self) -> list[int]:
@@ -316,37 +299,36 @@ class Replicated(Sync):
                 self._culprits.append((self._group.rank, index))
         return float(len(self._culprits))
 
-    def _conclude(self, census: list[float]) -> None:
+    def _conclude(self, census: Census) -> None:
         """All workers draw the same conclusions from the same numbers."""
-        group, parameters = self._group, self.roster.parameters
-        weight, expected, loops, steps, stops, nonfinite, buffers = census[:HEAD]
-        for index, count in zip(self._counted, census[HEAD:], strict=True):
+        size, parameters = self._group.size, self.roster.parameters
+        for index, count in zip(self._counted, census.holders, strict=True):
             if not count and index in self._lent:
                 parameters[index].grad = None
         self._launched = -1
         self._flats.clear()
-        self._pile = [0.0, 0.0]
+        self._pile.clear()
         self._stepped.clear()
         self._backward.passed = False
         self._backward.running = False
         self.exchanging = False
-        self._verdict = Verdict(stop=bool(stops))
-        if loops != self.loop * group.size:
+        self._verdict = Verdict(stop=bool(census.stop))
+        if census.loop != self.loop * size:
             raise Halt(self._out_of_step(self.loop, "loops have begun", "did one leave its loop or skip a backward()?"))
-        if steps != self._num_steps * group.size:
+        if census.steps != self._num_steps * size:
             way_out = "every worker must call optimizer.step() after the same backward()"
             raise HoraError(self._out_of_step(self._num_steps, "steps were taken", way_out))
         settled = self._unfrozen
-        if weight:  # not where only the unfrozen went
-            settled, self._factor = self._counted, expected / weight
-            if weight != expected:
+        if census.weight:  # not where only the unfrozen went
+            settled, self._factor = self._counted, census.expected / census.weight
+            if census.weight != census.expected:
                 self._correct(self._factor)
         if self._unfrozen:
             self._unfrozen = []
             self._watch()
-        if nonfinite:
+        if census.nonfinite:
             self._lament()
-        if buffers:
+        if census.buffers:
             self._share_buffers()
         self._settle(settled)
 
@@ -388,7 +370,7 @@ class Replicated(Sync):
         idle = id(optimizer) in self._stepped or not self.num_exchanges  # nothing came since its last step
         if self._backward.running:  # its end was not seen: all of it ran inside of reentrant checkpoints
             self._exchange()
-        elif self._pile[1]:
+        elif self._pile:
             self._exchange(piled=True)
         elif idle and (self._backward.passed or self._backward.unwatched):
             self._exchange()  # gradients by torch.autograd.grad, or only of parameters unfrozen after the forward
@@ -414,7 +396,7 @@ class Replicated(Sync):
                 if first is not None:
                     first.grad = torch.full_like(first, float("inf"))
         self._launched = -1
-        self._pile = [0.0, 0.0]
+        self._pile.clear()
         self._backward.running = False
         self.exchanging = False
 
@@ -445,7 +427,7 @@ class Replicated(Sync):
             self._group, self.roster, self.strategy, dense, self._lanes(), self.keep, self.traffic
         )
         self._backward.arm(list(self._courier.buckets))
-        self._armed[tuple(watched)] = _Armed(self._courier, self._sparse, late)
+        self._armed[tuple(watched)] = _Armed(self._courier, self._eager, self._sparse, late)
         if len(self._armed) > ARMED:
             self._armed.pop(next(iter(self._armed))).courier.close()
 
@@ -456,7 +438,8 @@ class Replicated(Sync):
         known = self._armed.pop(tuple(self._backward.watched), None)
         if known is not None:
             self._armed[tuple(self._backward.watched)] = known  # the newest again
-            self._courier, self._sparse, self._backward.late = known.courier, known.sparse, set(known.late)
+            self._courier, self._eager, self._sparse = known.courier, known.eager, known.sparse
+            self._backward.late = set(known.late)
             self._backward.arm(list(known.courier.buckets))
 
     def _lanes(self) -> Any:
@@ -468,7 +451,7 @@ class Replicated(Sync):
         parameter, name = self.roster.parameters[index], self.roster.names[index]
         if parameter.grad is None:
             self._lent.add(index)
-        parameter.grad = sparse.mean(self._group, parameter, name, self._weight)
+        parameter.grad = sparse.mean(self._group, parameter, name, self._pile.weight)
 
     def _lament(self) -> None:
         """A gradient was not finite somewhere: who and which is told to all, and the step is not taken."""

@@ -16,22 +16,22 @@ are gathered after the step. Which share is whose depends on the models and the 
 
 from __future__ import annotations
 
-import json
 import logging
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import safetensors.torch
 import torch
 from torch.autograd.graph import increment_version
 
-from .. import letters
+from .. import checkpoint, letters
 from ..collectives.base import Group
 from ..errors import HoraError, OutOfMemory
 from ..lanes import CUT_BYTES, Lane, even_lanes, flatten, is_dense
 from ..roster import Roster
 from .allreduce import AllReduce
+from .guard import Guard
 from .replicated import Replicated
 from .sync import Snapshot
 
@@ -55,12 +55,8 @@ class Sharded(Replicated):
         self._rooms: list[tuple[torch.Tensor, list[torch.nn.Parameter]]] = []  # where storages lie, and whose they are
         self._fitted: dict[tuple[int, int], dict[str, Any]] = {}  # optimizer state, by optimizer and parameter, as cut
         self._shared = False  # whether the parameters lie in memory that all see
-        self._versions: list[int] = []
-        self._places: list[int] = []
         self._swapped: list[list[torch.Tensor]] = []
-        self._mixed: set[int] = set()  # gradients that hold a mean and, besides, what came after it
-        # The gradients as the exchange left them: which, at what version, and how often one had been added to by then.
-        self._marks: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        self._guard = Guard(roster, self._backward)
 
     # -- binding -----------------------------------------------------------------------------------------------------
 
@@ -71,6 +67,7 @@ class Sharded(Replicated):
         super().bind(group)
         if self.group is None:
             return
+        self._guard.who = self._group.transport.name_of(self._group.rank)
         self._lanes_of = self._deal()
         self._move()
         for index, lanes in enumerate(self._lanes_of):
@@ -82,7 +79,7 @@ class Sharded(Replicated):
         for number, optimizer in enumerate(self.roster.optimizers):
             for held in [*optimizer.state]:
                 self._fit(number, optimizer, held)  # Adagrad has some from the start, and so has a restored one
-        self._remember()
+        self._guard.remember()
 
     def _fit(self, number: int, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         """State of a whole parameter, which the optimizer was made or loaded with, is cut to this worker's share."""
@@ -179,15 +176,7 @@ class Sharded(Replicated):
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        self._mixed = {index for index, mark in self._marks.items() if self._is_left(index, *mark)}
-        self._marks.clear()
-
-    def _is_left(self, index: int, left: weakref.ref[torch.Tensor], version: int, fires: int) -> bool:
-        """Whether this gradient was not cleared since the last exchange, only added to."""
-        grad = self.roster.parameters[index].grad
-        return (
-            grad is not None and left() is grad and grad._version - version == self._backward.num_fires[index] - fires
-        )
+        self._guard.begin()
 
     def _flat(self, index: int) -> torch.Tensor:
         if index in self._sparse:
@@ -200,14 +189,10 @@ class Sharded(Replicated):
         )
 
     def _settle(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            grad = self.roster.parameters[index].grad
-            if grad is not None:
-                self._marks[index] = (weakref.ref(grad), grad._version, self._backward.num_fires[index])
+        self._guard.settle(indices)
 
     def rescaled(self) -> None:
-        if self.group is not None:
-            self._settle(list(self._marks))
+        self._guard.settle()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._swapped:
@@ -222,10 +207,12 @@ class Sharded(Replicated):
     def open_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.group is None:
             return
+        stepping = {self.roster.index[id(p)] for group in optimizer.param_groups for p in group["params"]}
         with self.group.part():
-            self._check_parameters()
-            self._check_gradients({self.roster.index[id(p)] for g in optimizer.param_groups for p in g["params"]})
-            self._check_mixed(optimizer)
+            if self._shared:
+                self._guard.check_parameters()
+            self._guard.check_gradients(stepping)
+            self._guard.check_mixed(stepping)
         self.group.barrier("before the step")
         self._swapped = []
         number = self.roster.optimizers.index(optimizer)
@@ -270,7 +257,7 @@ class Sharded(Replicated):
                 increment_version(self.roster.parameters[index])
         else:
             self._gather(indices)
-        self._remember()
+        self._guard.remember()
 
     def _gather(self, indices: list[int]) -> None:
         """Everybody gets everybody's shares of these parameters."""
@@ -297,42 +284,6 @@ class Sharded(Replicated):
                     else:
                         whole.copy_(part.view(whole.shape))  # never cut
 
-    def _remember(self) -> None:
-        self._versions = [p._version for p in self.roster.parameters]
-        self._places = [p.data_ptr() for p in self.roster.parameters]
-
-    def _check_parameters(self) -> None:
-        name_of, rank = self._group.transport.name_of, self._group.rank
-        if self._shared:
-            for index, parameter in enumerate(self.roster.parameters):
-                if parameter._version != self._versions[index] or parameter.data_ptr() != self._places[index]:
-                    raise HoraError(
-                        f"{name_of(rank)}: {self.roster.names[index]} was written by the script; under update=sharded "
-                        "its memory is shared by all workers and only the optimizer may write it. Use update=replicated"
-                    )
-
-    def _check_gradients(self, indices: set[int]) -> None:
-        name_of, rank = self._group.transport.name_of, self._group.rank
-        for index, (left, version, _) in self._marks.items():
-            grad = self.roster.parameters[index].grad
-            if index in indices and grad is not None and (left() is not grad or grad._version != version):
-                raise HoraError(
-                    f"{name_of(rank)}: the gradient of {self.roster.names[index]} was changed between backward() and "
-                    "step(); under update=sharded a worker holds the mean of its share alone. Clip with "
-                    "hora.clip_grad_norm_, or use update=replicated"
-                )
-
-    def _check_mixed(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for index in (self.roster.index[id(parameter)] for parameter in group["params"]):
-                if index in self._mixed and self.roster.parameters[index].grad is not None:
-                    raise HoraError(
-                        f"{self._group.transport.name_of(self._group.rank)}: a second backward() that synchronises was "
-                        f"added to the gradient of {self.roster.names[index]}, which held a mean already: under "
-                        "update=sharded only the last backward() before a step may synchronise. Put the others into "
-                        "`with job.accumulate():`, or clear the gradients between"
-                    )
-
     def _correct(self, factor: float) -> None:
         for index in self._counted:
             parameter, lane = self.roster.parameters[index], self._mine(index)
@@ -347,7 +298,7 @@ class Sharded(Replicated):
             return super().clip(parameters, max_norm, norm_type)
         indices = [self.roster.index[id(p)] for p in parameters if id(p) in self.roster.index]
         with self.group.part():
-            self._check_gradients(set(indices))
+            self._guard.check_gradients(set(indices))
         shares = []
         for index in indices:
             grad, lane = self.roster.parameters[index].grad, self._mine(index)
@@ -372,44 +323,35 @@ class Sharded(Replicated):
         if self.group is None:
             return super().snapshot()
         found = super().snapshot()
-        mine: dict[str, torch.Tensor] = {}
-        rest: list[list[Any]] = []
-        for number, states in enumerate(found.states):
-            for name, state in states.items():
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        mine[json.dumps([number, name, key])] = value.detach().cpu().contiguous()
-                    else:
-                        rest.append([number, name, key, value])
-        try:
-            letter = safetensors.torch.save(mine, metadata={"rest": json.dumps(rest)})
-        except TypeError as problem:
-            raise ValueError(f"the optimizer's state cannot be saved: {problem}") from None
-        parts = self.home.gather(letters.pack(letter), name="optimizer state")
+        plain, tensors = checkpoint.encode(found.states)
+        data = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        parts = self.home.gather(letters.pack(msgspec.msgpack.encode([plain, data])), name="optimizer state")
         if parts is not None:
-            found.states = self._assemble([letters.unpack(part) for part in parts])
+            found.states = self._assemble([msgspec.msgpack.decode(letters.unpack(part)) for part in parts])
         return found
 
-    def _assemble(self, parts: list[bytes]) -> list[dict[str, dict[str, Any]]]:
+    def _assemble(self, parts: list[Any]) -> list[dict[str, dict[str, Any]]]:
+        """Whole states out of everybody's shares."""
         states: list[dict[str, dict[str, Any]]] = [{} for _ in self.roster.optimizers]
         numbers = {name: index for index, name in enumerate(self.roster.names)}
-        for rank, letter in enumerate(parts):
-            length = int.from_bytes(letter[:8], "little")
-            rest = json.loads(json.loads(letter[8 : 8 + length]).get("__metadata__", {}).get("rest", "[]"))
-            for number, name, key, value in rest:
-                states[number].setdefault(name, {})[key] = value
-            for label, value in safetensors.torch.load(letter).items():
-                number, name, key = json.loads(label)
-                state = states[number].setdefault(name, {})
-                lane = next((lane for lane in self._lanes_of[numbers[name]] if lane.owner == rank), None)
-                parameter = self.roster.parameters[numbers[name]]
-                if lane is None or not _is_slice(value, lane, parameter):
-                    state.setdefault(key, value)
-                    continue
-                if key not in state:
-                    state[key] = torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False)
-                flatten(state[key])[lane.start : lane.stop] = value
+        for rank, (plain, data) in enumerate(parts):
+            theirs = checkpoint.decode(plain, checkpoint.parse(data, f"the optimizer state of rank {rank}"))
+            for whole, shares in zip(states, theirs, strict=True):
+                for name, share in shares.items():
+                    self._put(whole.setdefault(name, {}), share, numbers[name], rank)
         return states
+
+    def _put(self, whole: dict[str, Any], share: dict[str, Any], index: int, rank: int) -> None:
+        """Rank `rank`'s share of one parameter's state into its place."""
+        parameter = self.roster.parameters[index]
+        lane = next((lane for lane in self._lanes_of[index] if lane.owner == rank), None)
+        for key, value in share.items():
+            if lane is None or not isinstance(value, torch.Tensor) or not _is_slice(value, lane, parameter):
+                whole.setdefault(key, value)
+                continue
+            if key not in whole:
+                whole[key] = torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False)
+            flatten(whole[key])[lane.start : lane.stop] = value
 
     def _fitting(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
         if self.group is None:
@@ -439,7 +381,7 @@ class Sharded(Replicated):
         super().reload(parameters, buffers)
         if self.group is not None:
             self.home.barrier("parameters restored")
-            self._remember()
+            self._guard.remember()
 
 
 def _lay(room: torch.Tensor, members: Iterable[torch.nn.Parameter]) -> None:

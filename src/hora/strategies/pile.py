@@ -1,0 +1,45 @@
+"""Pile: what the backwards since the last exchange weigh. Each counts by its own weight, however many pile up."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+
+class Pile:
+    """`weight` is that of the newest backward, in whose units the gradients are kept; see replicated.py on weights."""
+
+    def __init__(self) -> None:
+        self.weight = self.expected = 1.0  # of the next backward
+        self.total = self.total_expected = 0.0  # of those since the last exchange
+        self._mark: tuple[torch.Tensor, weakref.ref[torch.Tensor], int] | None = None  # a gradient, as it was left
+
+    def __bool__(self) -> bool:
+        return bool(self.total_expected)
+
+    def add(self) -> None:
+        """A backward has come on top."""
+        self.total += self.weight
+        self.total_expected += self.expected
+
+    def mark(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remembers one gradient of the pile, so that it is noticed if the user clears it."""
+        self._mark = None
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                self._mark = (parameter, weakref.ref(parameter.grad), parameter.grad._version)
+                return
+
+    def forget_cleared(self) -> None:
+        """An accumulation that was given up, its gradients cleared, counts no more."""
+        if self and self._mark is not None:
+            parameter, left, version = self._mark
+            grad = parameter.grad
+            if grad is None or ((left() is not grad or grad._version != version) and not bool(grad.detach().any())):
+                self.clear()
+
+    def clear(self) -> None:
+        self.total = self.total_expected = 0.0
+        self._mark = None
