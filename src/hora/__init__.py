@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .errors import HoraError, Mismatch, PeerLost, Timeout, Unauthorized
     from .helpers import EarlyStopping, clip_grad_norm_, scale_lr
     from .job import Job, init
-    from .strategies import Auto, Engine, Halving, Ring, Shared, Star, Tree
+    from .strategies import PS, Auto, Engine, Halving, Ring, Shared, Star, Tree
 
 __version__ = "0.1.0"
 
@@ -41,13 +41,13 @@ _HOMES = {
         "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
         "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send",
     ),
-    "errors": ("HoraError", "Mismatch", "PeerLost", "Timeout", "Unauthorized"),
-    "strategies": ("Auto", "Engine", "Halving", "Ring", "Shared", "Star", "Tree"),
+    "errors": ("HoraError", "Mismatch", "PS", "PeerLost", "Timeout", "Unauthorized"),
+    "strategies": ("PS", "Auto", "Engine", "Halving", "Ring", "Shared", "Star", "Tree"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "Auto", "EarlyStopping", "Engine", "Group", "Halving", "HoraError", "Job", "Mismatch", "PeerLost", "Ring", "Shard",
+    "Auto", "EarlyStopping", "Engine", "Group", "Halving", "HoraError", "Job", "Mismatch", "PS", "PeerLost", "Ring", "Shard",
     "Shared", "Star", "Timeout", "Tree", "Unauthorized", "all_gather", "all_reduce", "all_to_all", "barrier",
     "broadcast", "clip_grad_norm_", "gather", "init", "new_group", "recv", "reduce", "reduce_scatter", "scale_lr",
     "scatter", "send",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from . import base
 from .allreduce import Auto, Engine, Halving, Ring, Shared, Star, Tree
 from .base import Strategy
+from .ps import PS
 
-KNOWN: dict[str, type[Strategy]] = {kind.name: kind for kind in (Auto, Engine, Halving, Ring, Shared, Star, Tree)}
+KNOWN: dict[str, type[Strategy]] = {kind.name: kind for kind in (Auto, Engine, Halving, PS, Ring, Shared, Star, Tree)}
 
 
 def parse(text: str) -> Strategy:
@@ -14,4 +15,4 @@ def parse(text: str) -> Strategy:
     return base.parse(text, KNOWN)
 
 
-__all__ = ["KNOWN", "Auto", "Engine", "Halving", "Ring", "Shared", "Star", "Strategy", "Tree", "parse"]
+__all__ = ["KNOWN", "PS", "Auto", "Engine", "Halving", "Ring", "Shared", "Star", "Strategy", "Tree", "parse"]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import types
 import typing
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from ..roster import Roster
@@ -27,6 +28,16 @@ class Strategy:
     @property
     def algorithm(self) -> str:
         return self.name
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the run goes on when a worker is lost, and others may join it."""
+        return False
+
+    @property
+    def leased(self) -> bool:
+        """Whether samples are lent to whoever is free, since workers do not step together; else they are dealt."""
+        return False
 
     def sync(self, roster: Roster) -> Sync:
         """The strategy at work on these models and optimizers; not yet bound to a group."""
@@ -66,13 +77,15 @@ def parse(text: str, known: dict[str, type[Strategy]]) -> Strategy:
     return kind(**options)
 
 
-def _parse_value(what: str, text: str, wanted: type) -> object:
+def _parse_value(what: str, text: str, wanted: Any) -> object:
     if wanted is bool:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{what} takes true or false, not {text!r}")
         return text.lower() == "true"
     if wanted is str:
         return text
+    if isinstance(wanted, types.UnionType):  # an option that may be left out
+        wanted = next(kind for kind in typing.get_args(wanted) if kind is not type(None))
     try:
         return wanted(text)
     except ValueError:

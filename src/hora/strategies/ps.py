@@ -1,0 +1,99 @@
+"""The parameter server: the servers hold the parameters and update them, the workers push gradients and pull results."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+from .base import Strategy
+
+if TYPE_CHECKING:
+    from ..roster import Roster
+    from .sync import Sync
+
+MODES = ("sync", "async", "ssp")
+CORRECTIONS = ("none", "scale", "dc")
+BLOCK_BYTES = 1 << 20
+STALENESS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PS(Strategy):
+    """When the servers update, and what a worker waits for.
+
+    `mode`: sync (once every worker's gradient is in), async (each gradient as it comes) or ssp (as async, but a worker
+    waits when it is more than `staleness` steps ahead of the slowest). With `backup=b` a sync step leaves out the b
+    slowest; with `sync_every=k` an async worker waits for all others after every k-th step. `correct` lessens what a
+    gradient does that comes late: scale (by 1 / (1 + lag)) or dc (delay compensation, `dc_lambda`). `prefetch`: a step
+    does not wait for its own result; the next forward works with parameters that are one step older. `clip_norm`: the
+    servers clip the gradient that they apply. `block_bytes`: the largest piece of a parameter that travels on its own.
+    """
+
+    name: ClassVar[str] = "ps"
+    uses_servers: ClassVar[bool] = True
+
+    mode: str = "sync"
+    staleness: int | None = None
+    sync_every: int | None = None
+    backup: int = 0
+    correct: str = "none"
+    dc_lambda: float | None = None
+    prefetch: bool = False
+    clip_norm: float | None = None
+    block_bytes: int = BLOCK_BYTES
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode={self.mode!r} is unknown; there are: {', '.join(MODES)}")
+        if self.correct not in CORRECTIONS:
+            raise ValueError(f"correct={self.correct!r} is unknown; there are: {', '.join(CORRECTIONS)}")
+        self._belongs("staleness", self.staleness is not None, "ssp")
+        self._belongs("backup", bool(self.backup), "sync")
+        self._belongs("sync_every", self.sync_every is not None, "async")
+        if self.mode == "sync":
+            for name in ("correct", "prefetch"):
+                if getattr(self, name) not in ("none", False):
+                    raise ValueError(f"{name} has no effect with mode=sync, where no gradient is late; use async or ssp")
+        if self.staleness is not None and self.staleness < 0:
+            raise ValueError(f"staleness takes a number of steps, 0 or more, not {self.staleness}")
+        if self.sync_every is not None and self.sync_every < 1:
+            raise ValueError(f"sync_every takes a number of steps, 1 or more, not {self.sync_every}")
+        if self.sync_every is not None and self.prefetch:
+            raise ValueError("prefetch=true would read past the synchronisation of sync_every; leave one of them out")
+        if self.backup < 0:
+            raise ValueError(f"backup takes a number of workers, 0 or more, not {self.backup}")
+        if self.dc_lambda is not None and self.correct != "dc":
+            raise ValueError("dc_lambda has an effect only with correct=dc")
+        if self.dc_lambda is not None and not 0 <= self.dc_lambda < math.inf:
+            raise ValueError(f"dc_lambda takes a number, 0 or more, not {self.dc_lambda}")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ValueError(f"clip_norm takes a number above 0, not {self.clip_norm}")
+        if self.block_bytes < 1024:
+            raise ValueError(f"block_bytes takes a number of bytes of at least 1024, not {self.block_bytes}")
+
+    def _belongs(self, option: str, given: bool, mode: str) -> None:
+        if given and self.mode != mode:
+            raise ValueError(f"{option} has an effect only with mode={mode}, not with mode={self.mode}")
+
+    @property
+    def algorithm(self) -> str:
+        return "auto"
+
+    @property
+    def elastic(self) -> bool:
+        return self.mode != "sync"
+
+    @property
+    def leased(self) -> bool:
+        return self.mode != "sync"
+
+    @property
+    def bound(self) -> int:
+        """How many steps ahead of the slowest a worker may be under ssp."""
+        return STALENESS if self.staleness is None else self.staleness
+
+    def sync(self, roster: Roster) -> Sync:
+        from .served import Served
+
+        return Served(roster, self)
