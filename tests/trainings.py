@@ -16,6 +16,7 @@ import torch
 import ranks
 from hora.collectives import Group
 from hora.data import shard
+from hora.server.access import Access
 from hora.strategies import parse
 from hora.training import Training
 
@@ -26,7 +27,21 @@ _building = threading.Lock()  # the seed is the process's, and ranks are threads
 
 
 def training(group: Group, strategy: str = "shared", **options: Any) -> Training:
-    return Training(group, group._control, parse(strategy), **options)
+    """`strategy` may end in /N: so many servers, hosted by the first ranks; without it one."""
+    text, _, servers = strategy.partition("/")
+    chosen = parse(text)
+    if chosen.uses_servers:
+        options["access"] = Access(
+            control=group._control,
+            token=ranks.TOKEN,
+            name=group.transport.name_of(group.rank),
+            rank=group.rank,
+            size=group.size,
+            num_servers=int(servers or 1),
+            colocated=True,
+            timeout_s=group.transport.circle.timeout_s,
+        )
+    return Training(group, group._control, chosen, **options)
 
 
 def net(seed: int = 0, width: int = 24) -> torch.nn.Sequential:

@@ -15,23 +15,26 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.optim import Optimizer
 
 from . import saving, strategies
 from .collectives.base import Group
-from .coordinator import Client, Member
-from .data import Shard, View, shard
+from .coordinator import Client, Event, LocalHub, Member
+from .data import Desk, Shard, View, shard
 from .errors import HoraError, PeerLost
 from .launch import environment
 from .launch.codes import ECHO_EXIT
 from .launch.environment import Identity
 from .launch.meeting import Meeting, meet
 from .progress import Progress
-from .strategies import Auto, Engine, Strategy
+from .roster import Roster
+from .server.access import Access
+from .strategies import PS, Auto, Engine, Strategy
 from .strategies.sync import Traffic
-from .training import Training
+from .training import Training, several
 from .world import World
 
 log = logging.getLogger(__name__)
@@ -45,21 +48,41 @@ _current: Job | None = None
 class Job:
     """One process's part in the run. Made by `hora.init()`; closed at exit, or by `close()`.
 
-    `rank` and `size` count the workers, `local_rank` those on this host; `group` is all of them together.
+    `rank` and `size` count the workers, `local_rank` those on this host; `group` is all of them together. In a server
+    `rank` is None and `group` is itself alone; it is captured in `prepare`.
     """
 
     def __init__(
-        self, identity: Identity, meeting: Meeting, world: World, strategy: Strategy, on_nonfinite: str | None = None
+        self,
+        identity: Identity,
+        meeting: Meeting,
+        world: World,
+        strategy: Strategy,
+        on_nonfinite: str | None = None,
+        access: Access | None = None,
     ) -> None:
-        self.rank = identity.rank
+        # In a server it is None, which no user's code sees after `prepare`: whoever counts on a number is a worker.
+        self.rank: int = identity.rank if identity.role == "worker" else None  # type: ignore[assignment]
         self.size = identity.size
         self.local_rank = identity.local_rank
         self.role = identity.role
         self.strategy = strategy
         self.group: Group = world.group
-        self.training = Training(world.group, meeting.control, strategy, on_nonfinite)
+        self.training = Training(world.group, meeting.control, strategy, on_nonfinite, access)
         self.training.max_steps = identity.max_steps
-        self.training.stop_reason = lambda: world.stop_reason
+        self.training.stop_reason = lambda: world.stop_reason or self._stop_reason
+        self._stop_reason: str | None = None
+        self._access = access
+        self._desk = Desk(
+            control=meeting.control,
+            rank=identity.rank,
+            token=meeting.token,
+            bind=identity.bind,
+            leased=strategy.leased,
+            last=self.training.last_epoch,
+            idle=self.training.idle,
+            timeout_s=world.timeout_s,
+        )
         self._progress = Progress()
         self.pid = os.getpid()
         self.launcher = identity.launcher
@@ -67,14 +90,22 @@ class Job:
         self._world = world
         self._failed = False
         self._closed = False
+        self._member = Member(identity.role, identity.rank, socket.gethostname(), os.getpid())
+        self._joined = identity.joined
+        self._apart = False  # the workers of the launch are no longer all there
+        meeting.control.listen(self._hear)
+
+    def _hear(self, event: Event) -> None:
+        if event.kind == "stop" and self._stop_reason is None:
+            self._stop_reason = event.text
 
     def __repr__(self) -> str:
         return f"<hora.Job {self.role} {self.rank} of {self.size}, strategy {self.strategy.spell()}>"
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU (ranks beyond their number share), or the CPU."""
-        if torch.cuda.is_available():
+        """This rank's GPU (ranks beyond their number share), or the CPU, where servers are at home."""
+        if self.role == "worker" and torch.cuda.is_available():
             return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         return torch.device("cpu")
 
@@ -104,9 +135,20 @@ class Job:
         The objects stay what they are: nothing is wrapped or renamed, and the loop is written as for one process. All
         workers start from rank 0's parameters and buffers. Where there are several models or optimizers, give lists.
         A `scheduler` given here is saved with checkpoints; with a `scaler` a step that overflows on one worker is
-        skipped on all.
+        skipped on all. A server serves in here until the workers have left, and then ends.
         """
+        if self.role == "server":
+            self._serve(model, optimizer)
         self.training.prepare(model, optimizer, scheduler, scaler)
+
+    def _serve(self, model: Any, optimizer: Any) -> NoReturn:
+        from .server.host import serve
+
+        assert isinstance(self.strategy, PS) and self._access is not None
+        models, optimizers = several("model", model, torch.nn.Module), several("optimizer", optimizer, Optimizer)
+        with torch.no_grad():
+            serve(self._access, Roster(models, optimizers), self.strategy.rules(), self.strategy.block_bytes)
+        raise SystemExit(0)
 
     def shard(
         self,
@@ -120,12 +162,17 @@ class Job:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
+        source: int | None = None,
     ) -> Shard:
         """A loader that gives this worker its part of every global batch: every sample once per epoch, none twice.
 
         `data` is a dataset, with `batch_size` per worker or `global_batch` for all together, or a DataLoader, whose
         options are taken over. The k-th global batch depends on seed, epoch and its size, not on the number of workers.
+        Where workers do not step together (ps:mode=async and ssp), each takes the next `batch_size` samples that nobody
+        has. With `source` only that rank's `data` counts: it hands the samples out to the others.
         """
+        if self.role == "server":  # it is captured before it could read any
+            data, source = ([] if source is not None else data), None
         made = shard(
             data,
             self.training,
@@ -137,6 +184,8 @@ class Job:
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
+            source=source,
+            desk=self._desk if self.role == "worker" else None,
         )
         return self.training.adopt(made)
 
@@ -168,11 +217,37 @@ class Job:
         return self.training.shards[0].view()
 
     def save(self, directory: str | os.PathLike[str], *, keep: int = 2) -> str:
-        """Writes `directory/step-N`, atomically, and keeps the newest `keep`; its path. Every worker calls it."""
-        return saving.save(self.training, self.group, os.fspath(directory), self.strategy.spell(), keep)
+        """Writes `directory/step-N`, atomically, and keeps the newest `keep`; its path. Every worker calls it.
+
+        Where a run goes on without a worker that was lost, the lowest rank that is left writes by itself; "" elsewhere.
+        """
+        path, text = os.fspath(directory), self.strategy.spell()
+        if self.strategy.elastic and (self._apart or self._joined):
+            return self._save_alone(path, keep)
+        try:
+            return saving.save(self.training, self.group, path, text, keep)
+        except PeerLost:
+            if not self.strategy.elastic:
+                raise
+            self._apart = True
+            return self._save_alone(path, keep)
+
+    def _save_alone(self, directory: str, keep: int) -> str:
+        left = [member.rank for member in self._meeting.control.roll() if member.role == "worker"]
+        if self.rank != min(left, default=self.rank):
+            return ""
+        own = _own_world(self._member, self._world.timeout_s)
+        try:
+            return saving.save(self.training, own.group, directory, self.strategy.spell(), keep)
+        finally:
+            own.close()
 
     def restore(self, directory: str | os.PathLike[str]) -> int | None:
-        """Goes on from the newest valid checkpoint there, also of another number of workers: its step, or None."""
+        """Goes on from the newest valid checkpoint there, also of another number of workers: its step, or None.
+
+        A worker that joins a run has its parameters from the servers, and restores nothing."""
+        if self._joined:
+            return None
         return saving.restore(self.training, self.group, os.fspath(directory))
 
     def close(self) -> None:
@@ -186,10 +261,12 @@ class Job:
         if not self._failed:
             self._progress.close(self.training)
             self.training.conclude(self._progress.used)
+        self._desk.close(**({"linger_s": 0.0} if self._failed else {}))
         if not self._failed:
             self.training.depart()
             with contextlib.suppress(HoraError):
                 self._meeting.control.leave()
+            self.training.linger()
         self._world.close()
         service = self._meeting.service
         if service is not None:
@@ -236,22 +313,30 @@ def init(
     limit = identity.timeout_s or timeout_s or TIMEOUT_S
     meeting = meet(identity)
     member = Member(identity.role, identity.rank, socket.gethostname(), os.getpid())
-    reply = meeting.control.join(member, f"torch {torch.__version__}", limit, identity.size)
-    world = World(
-        meeting.control,
-        tuple(m for m in reply.members if m.role == "worker"),
-        identity.rank,
-        reply.generation,
-        meeting.token,
-        bind=identity.bind,
-        timeout_s=limit,
-        transport=transport,
-        algorithm=chosen.algorithm,
-        backend=chosen.backend if isinstance(chosen, Engine) else "auto",
-        deterministic=isinstance(chosen, Auto) and chosen.deterministic,
-        under_mpirun=identity.launcher == "mpirun",
-    )
-    job = _current = Job(identity, meeting, world, chosen, on_nonfinite)
+    reply = meeting.control.join(member, f"torch {torch.__version__}", limit, identity.size, identity.servers or 0)
+    if identity.role != "worker" or identity.joined:  # it takes no part in the workers' collectives
+        world = _own_world(member, limit)
+    else:
+        world = World(
+            meeting.control,
+            tuple(m for m in reply.members if m.role == "worker"),
+            identity.rank,
+            reply.generation,
+            meeting.token,
+            bind=identity.bind,
+            timeout_s=limit,
+            transport=transport,
+            algorithm=chosen.algorithm,
+            backend=chosen.backend if isinstance(chosen, Engine) else "auto",
+            deterministic=isinstance(chosen, Auto) and chosen.deterministic,
+            under_mpirun=identity.launcher == "mpirun",
+        )
+    if identity.role == "worker" and identity.rank == 0:
+        meeting.control.put("strategy", chosen.spell().encode())
+    access = _access(identity, meeting, member, limit, transport) if chosen.uses_servers else None
+    job = _current = Job(identity, meeting, world, chosen, on_nonfinite, access)
+    if identity.joined:
+        job.training.begin_at(meeting.control.newest_epoch() or 0)
     if identity.launcher != "alone":
         environment.take_rank()
         _keep_scratch(identity.scratch)
@@ -262,6 +347,32 @@ def init(
         meeting.control.on_lost = lambda reason: world.lose(0, f"the line to it broke: {reason}")
     atexit.register(job.close)
     return job
+
+
+def _own_world(member: Member, timeout_s: float) -> World:
+    """A world of this process alone, with a coordinator of its own."""
+    line = LocalHub(1).line()
+    me = Member("worker", 0, member.host, member.pid)
+    line.join(me)
+    return World(line, (me,), 0, 1, b"", timeout_s=timeout_s)
+
+
+def _access(identity: Identity, meeting: Meeting, member: Member, timeout_s: float, transport: str) -> Access:
+    """Without server processes the workers that were launched together host a server each."""
+    return Access(
+        control=meeting.control,
+        token=meeting.token,
+        name=str(member),
+        rank=identity.rank,
+        size=identity.size,
+        num_servers=identity.servers or identity.size,
+        colocated=identity.servers is None and not identity.joined,
+        joined=identity.joined,
+        bind=identity.bind,
+        timeout_s=timeout_s,
+        shared=transport in ("auto", "shm"),
+        history=identity.history,
+    )
 
 
 _CHILD = (

@@ -10,6 +10,12 @@ import torch
 CUT_BYTES = 64 << 10  # a smaller parameter belongs to one rank alone
 ALIGN = 32  # elements: lanes begin on cache lines of their own
 
+# Optimizers that treat every element by itself, by exact type: what they update may be a slice of a parameter.
+ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop,
+    torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop,
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
@@ -63,3 +69,8 @@ def is_dense(parameter: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def laid(parameter: torch.Tensor) -> torch.Tensor:
+    """Its elements as a vector: in the order of its memory, a view, if they fill it; else in its own order, a copy."""
+    return flatten(parameter.detach()) if is_dense(parameter) else parameter.detach().reshape(-1)

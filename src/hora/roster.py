@@ -114,12 +114,7 @@ class Roster:
 
         Afterwards everybody has rank 0's values.
         """
-        entries: list[list[object]] = [
-            [name, list(p.shape), _short(p.dtype), list(p.stride()), "trained" if p.requires_grad else "frozen"]
-            for name, p in zip(self.names, self.parameters, strict=True)
-        ]
-        entries += [[name, list(b.shape), _short(b.dtype)] for name, b in self.buffers.items()]
-        everybody = letters.ask_all(group, entries, "models")
+        everybody = letters.ask_all(group, self.entries(), "models")
         for rank, theirs in enumerate(everybody):
             for mine, other in itertools.zip_longest(everybody[0], theirs):
                 if mine != other:
@@ -129,6 +124,14 @@ class Roster:
                         f"{group.transport.name_of(0)} has {here}. Every worker must build the same model"
                     )
         self.broadcast([*(p.detach() for p in self.parameters), *self.buffers.values()], group)
+
+    def entries(self) -> list[list[object]]:
+        """What must be the same everywhere: name, shape and type of every parameter and buffer."""
+        entries: list[list[object]] = [
+            [name, list(p.shape), _short(p.dtype), list(p.stride()), "trained" if p.requires_grad else "frozen"]
+            for name, p in zip(self.names, self.parameters, strict=True)
+        ]
+        return entries + [[name, list(b.shape), _short(b.dtype)] for name, b in self.buffers.items()]
 
     @staticmethod
     def broadcast(tensors: Sequence[torch.Tensor], group: Group) -> None:

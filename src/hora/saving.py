@@ -28,8 +28,11 @@ def save(training: Training, group: Group, directory: str, strategy: str, keep: 
     if sync is None:
         raise HoraError("job.save() comes after job.prepare(): there is nothing to save yet")
     training.depart()
+    training.idle(True)
+    for shard in training.shards:
+        shard.settle()
     group.barrier("job.save")
-    snapshot = sync.snapshot()
+    snapshot = sync.snapshot(group.rank == 0)
     generators = group.gather(letters.pack(msgspec.msgpack.encode(_generators())), name="random generators")
     path = problem = ""
     if generators is not None:
@@ -57,6 +60,7 @@ def save(training: Training, group: Group, directory: str, strategy: str, keep: 
         except (HoraError, ValueError) as error:
             problem = str(error)
     path, problem = letters.tell(group, [path, problem], "the checkpoint")
+    training.idle(False)
     if problem:
         raise HoraError(f"no checkpoint of step {training.step}: {problem}")
     return path

@@ -81,7 +81,7 @@ def test_other_roles_take_part_without_being_waited_for() -> None:
     coordinator = Coordinator(1)
     assert coordinator.handle(5, joining(0, "server"), 0.0) == []
     answer = reply(coordinator.handle(6, joining(0), 0.0), 6)
-    assert [(m.role, m.rank) for m in answer.members] == [("server", 0), ("worker", 0)]
+    assert [(m.role, m.rank) for m in answer.members] == [("worker", 0), ("server", 0)]
 
 
 def test_a_taken_rank_is_refused_and_its_holder_named() -> None:

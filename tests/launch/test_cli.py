@@ -94,7 +94,15 @@ def test_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["run", "-n", "0", "x.py"], ["run", "nothing.py"]]
+    "arguments",
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["run", "-n", "0", "x.py"],
+        ["run", "nothing.py"],
+        ["run", "--join", "nothing", __file__],
+        ["show", "nothing"],
+    ],
 )
 def test_help_and_usage_errors_do_not_import_torch(arguments: list[str]) -> None:
     code = f"import sys; from hora.launch.cli import main; main({arguments!r}); sys.exit('torch' in sys.modules)"

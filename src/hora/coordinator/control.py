@@ -8,9 +8,33 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from ..errors import HoraError, Timeout
-from .messages import AnyRequest, Event, Fail, Get, Join, Lease, Leave, Member, Put, Release, Reply, Roll, Stop, Tell
+from .messages import (
+    AnyRequest,
+    BeginBlock,
+    DoneBlocks,
+    Event,
+    Fail,
+    Get,
+    Grant,
+    Join,
+    Lease,
+    Leave,
+    Member,
+    Put,
+    Release,
+    Reply,
+    Reserve,
+    Roll,
+    ShowData,
+    Stop,
+    TakeBlock,
+    Tell,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,21 +62,39 @@ class Control(abc.ABC):
 
     # -- verbs ---------------------------------------------------------------------------------------------------
 
-    def join(self, member: Member, versions: str = "", timeout_s: float = 300.0, size: int = 0) -> Reply:
-        """Blocks until all ranks are there; the reply holds the members and the generation.
+    def join(
+        self, member: Member, versions: str = "", timeout_s: float = 300.0, size: int = 0, servers: int = 0
+    ) -> Reply:
+        """Blocks until all workers and servers are there; the reply holds the members and the generation.
 
-        With the run's `size` the ranks that are missing are named, after `SLOW_S` and when it fails.
+        With the run's `size` and `servers` those that are missing are named, after `SLOW_S` and when it fails.
         """
 
         def missing() -> str:
-            there = {m.rank for m in self._ask(Roll(), ANSWER_S, "the roll call").members if m.role == "worker"}
-            names = [str(rank) for rank in range(size) if rank not in there]
-            return f"ranks {', '.join(names)} to join" if names else "the other ranks to join"
+            there = {(m.role, m.rank) for m in self.roll()}
+            ranks = [str(rank) for rank in range(size) if ("worker", rank) not in there]
+            others = [str(rank) for rank in range(servers) if ("server", rank) not in there]
+            names = [f"ranks {', '.join(ranks)}"] if ranks else []
+            if others:
+                names.append(f"server{'s' if len(others) > 1 else ''} {', '.join(others)}")
+            return f"{' and '.join(names) or 'the other ranks'} to join"
 
         return self._ask(Join(member=member, versions=versions), timeout_s, missing, str(member))
 
+    def roll(self) -> tuple[Member, ...]:
+        """Who is there now."""
+        return self._ask(Roll(), ANSWER_S, "the roll call").members
+
+    def reserve(self, count: int, timeout_s: float = 300.0) -> int:
+        """The first of `count` ranks for workers that will join the run; blocks until the run has formed."""
+        return int(self._ask(Reserve(count=count), timeout_s, "the run to form").value)
+
     def put(self, key: str, value: bytes) -> None:
         self._ask(Put(key=key, value=value), ANSWER_S, f"the coordinator to store {key!r}")
+
+    def note(self, key: str, value: bytes) -> None:
+        """As put, but nobody waits for it to arrive."""
+        self._send(Put(key=key, value=value))
 
     def get(self, key: str, timeout_s: float = ANSWER_S, check: Callable[[], None] | None = None) -> bytes:
         """The value under `key`; blocks until somebody has put it, or `check`, called after every event, raises."""
@@ -64,6 +106,31 @@ class Control(abc.ABC):
 
     def release(self, name: str) -> None:
         self._ask(Release(name=name), ANSWER_S, f"the release of {name!r}")
+
+    def take_block(self, request: TakeBlock) -> Grant:
+        """The next block of samples for this worker; "wait" is an answer too, so this returns at once."""
+        reply = self._ask(request, ANSWER_S, f"a block of epoch {request.epoch}")
+        return msgspec.msgpack.decode(reply.value, type=Grant)
+
+    def begin_block(self, request: BeginBlock) -> bool:
+        """Whether a block that was taken ahead is still this worker's; then it stays so."""
+        reply = self._ask(request, ANSWER_S, f"block {request.block} of epoch {request.epoch}")
+        return bool(msgspec.msgpack.decode(reply.value))
+
+    def done_blocks(self, request: DoneBlocks) -> None:
+        self._ask(request, ANSWER_S, "the coordinator to note what is done")
+
+    def account(self, loader: int) -> dict[str, Any]:
+        """Where one loader's open epochs stand."""
+        return msgspec.msgpack.decode(self._ask(ShowData(loader=loader), ANSWER_S, "the ledger").value)
+
+    def views(self) -> list[dict[str, Any]]:
+        """Where the newest epoch of each loader stands and who holds what; `book.describe` puts it into words."""
+        return msgspec.msgpack.decode(self._ask(ShowData(), ANSWER_S, "the ledgers").value)
+
+    def newest_epoch(self) -> int | None:
+        """The newest epoch that a worker has taken samples of; None before the first."""
+        return max((int(view["epoch"]) for view in self.views()), default=None)
 
     def tell(self, topic: str, body: bytes, to: tuple[int, ...] = ()) -> None:
         """A word to the ranks in `to` (all others if empty)."""

@@ -11,10 +11,10 @@ from .state import Coordinator, Out
 
 
 class LocalHub:
-    """Drives the state machine directly. `line(rank)` is that rank's Control; `died` plays the launcher's part."""
+    """Drives the state machine directly. `line()` is one member's Control; `died` plays the launcher's part."""
 
-    def __init__(self, size: int) -> None:
-        self.coordinator = Coordinator(size)
+    def __init__(self, size: int, servers: int = 0) -> None:
+        self.coordinator = Coordinator(size, servers)
         self._lines: dict[int, LocalControl] = {}
         self._order = threading.RLock()
 
@@ -24,9 +24,9 @@ class LocalHub:
             self._lines[line.number] = line
             return line
 
-    def died(self, rank: int, reason: str) -> None:
+    def died(self, rank: int, reason: str, role: str = "worker") -> None:
         with self._order:
-            self._deliver(self.coordinator.died("worker", rank, reason))
+            self._deliver(self.coordinator.died(role, rank, reason))
 
     def handle(self, number: int, request: AnyRequest) -> None:
         with self._order:

@@ -33,7 +33,10 @@ class Request(msgspec.Struct, tag_field="do", kw_only=True):
 
 
 class Join(Request, tag="join"):
-    """Answered once all ranks of the run are there, with the members in order of rank."""
+    """Answered once all workers and servers of the run are there, with the members: workers, then servers, by rank.
+
+    A visitor (that role) is answered at once. It only looks: nobody hears of it, and it hears of nothing.
+    """
 
     member: Member
     protocol: int = PROTOCOL
@@ -42,6 +45,15 @@ class Join(Request, tag="join"):
 
 class Roll(Request, tag="roll"):
     """Who is there so far: answered at once with the members that have joined."""
+
+
+class Reserve(Request, tag="reserve"):
+    """Asks for `count` ranks that nobody has had, for workers that will join; answered with the first, in decimal.
+
+    Before the run has formed the answer waits for that.
+    """
+
+    count: int
 
 
 class Leave(Request, tag="leave"):
@@ -90,6 +102,59 @@ class Stop(Request, tag="stop"):
     reason: str
 
 
+class TakeBlock(Request, tag="take"):
+    """The next block of samples of a loader's epoch (book.py), and those finished since. Answered with a Grant.
+
+    Blocks are named (epoch, loop, block): `loop` counts the loops over the loader in one epoch. `before`: by epoch, the
+    ranges of blocks that a restored run has done."""
+
+    loader: int
+    epoch: int
+    loop: int
+    num_samples: int
+    block_samples: int
+    num_blocks: int
+    done: tuple[tuple[int, int, int], ...] = ()
+    before: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+    ahead: bool = False
+    last: bool = True
+
+
+class BeginBlock(Request, tag="begin"):
+    """A block that was taken ahead comes to the user's code. Answered with whether it is still this worker's."""
+
+    loader: int
+    epoch: int
+    loop: int
+    block: int
+    done: tuple[tuple[int, int, int], ...] = ()
+
+
+class DoneBlocks(Request, tag="done"):
+    """Blocks are done; with `release` this worker gives back what else it took from the loader."""
+
+    loader: int
+    done: tuple[tuple[int, int, int], ...] = ()
+    release: bool = False
+
+
+class ShowData(Request, tag="data"):
+    """Answered with the views of all loaders, or with one loader's account."""
+
+    loader: int | None = None
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to TakeBlock: a "block", and how its epoch is cut; "end": none is left; "wait": for these holders."""
+
+    kind: str
+    epoch: int = 0
+    loop: int = 0
+    block: int = 0
+    cut: tuple[int, ...] = ()  # samples, samples per block, blocks
+    holders: tuple[int, ...] = ()
+
+
 class Reply(msgspec.Struct, tag_field="do", tag="reply", kw_only=True):
     id: int
     value: bytes = b""
@@ -109,7 +174,8 @@ class Event(msgspec.Struct, tag_field="do", tag="event", kw_only=True):
     body: bytes = b""
 
 
-AnyRequest = Join | Roll | Leave | Fail | Put | Get | Lease | Release | Tell | Stop
+AboutData = TakeBlock | BeginBlock | DoneBlocks | ShowData
+AnyRequest = Join | Roll | Reserve | Leave | Fail | Put | Get | Lease | Release | Tell | Stop | AboutData
 AnyAnswer = Reply | Event
 
 _encoder = msgspec.msgpack.Encoder()

@@ -16,6 +16,7 @@ import time
 import msgspec
 
 from ..handshake import Listener
+from .book import describe
 from .client import PURPOSE
 from .messages import Frames, decode_request, frame
 from .state import Coordinator, Out
@@ -37,9 +38,11 @@ class _Connection:
 class Service:
     """Runs in the launcher's process, or in rank 0's under an adopted launcher. All methods are thread-safe."""
 
-    def __init__(self, token: bytes, size: int, *, run: str = "", bind: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, token: bytes, size: int, *, servers: int = 0, run: str = "", bind: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self.run = run
-        self.coordinator = Coordinator(size)
+        self.coordinator = Coordinator(size, servers)
         self.bytes_in = 0
         self.bytes_out = 0
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
@@ -78,10 +81,25 @@ class Service:
         with self._order:
             return any(member.rank != rank for member in self.coordinator.alive if member.role == "worker")
 
+    @property
+    def formed(self) -> bool:
+        """Whether all workers and servers have met."""
+        return self.coordinator.generation > 0
+
+    def joined(self) -> dict[int, str]:
+        """What became of the workers that joined later, by rank: alive, left or died."""
+        with self._order:
+            return self.coordinator.joined
+
     def values(self, prefix: str) -> dict[str, bytes]:
         """What members have put under keys that begin so, for the launcher's record of the run."""
         with self._order:
             return self.coordinator.values(prefix)
+
+    def views(self) -> str:
+        """Where the epochs stand and who holds what, in words."""
+        with self._order:
+            return describe(self.coordinator.book.views())
 
     def forget(self) -> None:
         """In a forked child: drops the inherited descriptors."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from .book import Book
 from .messages import (
     MAX_NAME_CHARS,
     MAX_VALUE_BYTES,
     PROTOCOL,
+    AboutData,
     AnyAnswer,
     AnyRequest,
     Event,
@@ -27,13 +29,19 @@ from .messages import (
     Put,
     Release,
     Reply,
+    Reserve,
     Roll,
+    ShowData,
     Stop,
     Tell,
 )
 
 MAX_KEYS = 100_000
+MAX_JOINERS = 1024  # that one Reserve may ask for
 DISCONNECT_GRACE_S = 0.3  # the launcher knows a dead child's signal; it gets this long to say it first
+
+COUNTED = ("worker", "server")  # the roles whose members a run waits for
+VISITOR = "visitor"  # the role of one who only looks
 
 Out = list[tuple[int, AnyAnswer]]
 Key = tuple[str, int]
@@ -56,14 +64,22 @@ class _Loan:
 
 
 class Coordinator:
-    """The master of one run of `size` workers. Not thread-safe: its caller owns the order of events."""
+    """The master of one run of `size` workers and `servers` servers, which forms once all of these have joined.
 
-    def __init__(self, size: int) -> None:
+    Later workers take ranks from `size` on, each number once. Not thread-safe: its caller owns the order of events.
+    """
+
+    def __init__(self, size: int, servers: int = 0) -> None:
         self.size = size
+        self.servers = servers
         self.generation = 0
         self.stop_reason: str | None = None
+        self.book = Book()
         self._seats: dict[Key, _Seat] = {}
         self._by_connection: dict[int, Key] = {}
+        self._visitors: set[int] = set()
+        self._next_rank = size
+        self._reserving: list[tuple[int, Reserve]] = []
         self._joining: list[tuple[int, int]] = []
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, list[tuple[int, int]]] = {}
@@ -71,7 +87,14 @@ class Coordinator:
 
     @property
     def alive(self) -> list[Member]:
-        return sorted((s.member for s in self._seats.values() if s.state == "alive"), key=lambda m: (m.role, m.rank))
+        """Workers first, then the other roles, each by rank."""
+        members = [seat.member for seat in self._seats.values() if seat.state == "alive"]
+        return sorted(members, key=lambda m: (m.role != "worker", m.role, m.rank))
+
+    @property
+    def joined(self) -> dict[int, str]:
+        """What became of the workers that joined later, by rank: alive, left or died."""
+        return {rank: s.state for (role, rank), s in self._seats.items() if role == "worker" and rank >= self.size}
 
     def values(self, prefix: str) -> dict[str, bytes]:
         return {key: value for key, value in self._values.items() if key.startswith(prefix)}
@@ -85,12 +108,18 @@ class Coordinator:
         if isinstance(request, Join):
             return self._join(connection, request)
         key = self._by_connection.get(connection)
-        if key is None:
+        if key is None and connection not in self._visitors:
             return [(connection, Reply(id=request.id, error="join first"))]
         if isinstance(request, Put | Get | Lease | Release | Tell) and len(_name(request)) > MAX_NAME_CHARS:
             return self._answer(connection, request, error=f"a name may have {MAX_NAME_CHARS} characters at most")
+        if isinstance(request, AboutData):
+            return self._data(connection, key, request)
+        if key is None:
+            return self._guide(connection, request)
         if isinstance(request, Roll):
-            return [(connection, Reply(id=request.id, members=tuple(self.alive), generation=self.generation))]
+            return self._roll(connection, request)
+        if isinstance(request, Reserve):
+            return self._reserve(connection, request)
         if isinstance(request, Leave):
             return self._depart(key, "left", "its script ended") + self._answer(connection, request)
         if isinstance(request, Fail):
@@ -113,7 +142,9 @@ class Coordinator:
 
     def disconnected(self, connection: int, now: float) -> Out:
         """A connection broke. Its member is dead unless it had left; the cause may still come from elsewhere."""
+        self._visitors.discard(connection)
         self._joining = [(c, i) for c, i in self._joining if c != connection]
+        self._reserving = [(c, request) for c, request in self._reserving if c != connection]
         for name, waiters in list(self._waiting.items()):
             waiters[:] = [(c, i) for c, i in waiters if c != connection]
             if not waiters:
@@ -159,6 +190,9 @@ class Coordinator:
         problem = self._objection(connection, request)
         if problem:
             return [(connection, Reply(id=request.id, error=problem))]
+        if member.role == VISITOR:
+            self._visitors.add(connection)
+            return [(connection, Reply(id=request.id, members=tuple(self.alive), generation=self.generation))]
         out: Out = []
         again = key in self._seats
         if again:  # a process that was given up is fenced: what it still sends is not this member's
@@ -171,11 +205,15 @@ class Coordinator:
             self._joining.append((connection, request.id))
             return out + self._welcome()
         self._joining.append((connection, request.id))
-        missing = [r for r in range(self.size) if ("worker", r) not in self._seats]
-        if missing:
+        wanted = [("worker", rank) for rank in range(self.size)] + [("server", rank) for rank in range(self.servers)]
+        if any(seat not in self._seats for seat in wanted):
             return out
         self.generation = 1
-        return out + self._to_all(self._event("formed")) + self._welcome()
+        out += self._to_all(self._event("formed")) + self._welcome()
+        reserving, self._reserving = self._reserving, []
+        for waiting, asked in reserving:
+            out += self._reserve(waiting, asked)
+        return out
 
     def _objection(self, connection: int, request: Join) -> str:
         member = request.member
@@ -183,17 +221,52 @@ class Coordinator:
             return f"the names of a member may have {MAX_NAME_CHARS} characters at most"
         if request.protocol != PROTOCOL:
             return f"{member} speaks protocol {request.protocol}, this run {PROTOCOL}: install one version of Hora"
-        if connection in self._by_connection:
+        if connection in self._by_connection or connection in self._visitors:
             return f"{member}: this connection has joined already"
-        if member.role == "worker" and not 0 <= member.rank < self.size:
-            return f"{member}: this run has the ranks 0 to {self.size - 1}"
+        if member.role == VISITOR:
+            return ""
+        if member.role == "worker" and not 0 <= member.rank < self._next_rank:
+            return f"{member}: this run has the ranks 0 to {self._next_rank - 1}"
+        if member.role == "server" and self.servers and not 0 <= member.rank < self.servers:
+            return f"{member}: this run has the servers 0 to {self.servers - 1}"
         seat = self._seats.get((member.role, member.rank))
         if seat and seat.state == "alive":
             return f"{member}: {seat.member} has that place already"
-        gone = [str(s.member) for s in self._seats.values() if s.state != "alive" and s.member.role == "worker"]
+        if seat and member.role == "worker" and member.rank >= self.size:
+            return f"{member}: {seat.member} had that place; one who joins takes a new number"
+        gone = [str(s.member) for s in self._seats.values() if s.state != "alive" and s.member.role in COUNTED]
         if gone and not self.generation:
             return f"{member}: the run cannot form, {gone[0]} has ended before it joined"
         return ""
+
+    def _guide(self, connection: int, request: AnyRequest) -> Out:
+        """What a visitor may ask: who is there, what is known, and places for workers that it will start."""
+        if isinstance(request, Roll):
+            return self._roll(connection, request)
+        if isinstance(request, Reserve):
+            return self._reserve(connection, request)
+        if isinstance(request, Get):
+            return self._get(connection, request)
+        if isinstance(request, Leave):
+            return self.disconnected(connection, 0.0) + self._answer(connection, request)
+        return self._answer(connection, request, error="a visitor may look and change nothing")
+
+    def _roll(self, connection: int, request: Roll) -> Out:
+        return [(connection, Reply(id=request.id, members=tuple(self.alive), generation=self.generation))]
+
+    def _reserve(self, connection: int, request: Reserve) -> Out:
+        if not 1 <= request.count <= MAX_JOINERS:
+            return self._answer(connection, request, error=f"1 to {MAX_JOINERS} may join at once, not {request.count}")
+        if self.stop_reason is not None:
+            return self._answer(connection, request, error=f"the run is stopping: {self.stop_reason}")
+        if not self.generation:
+            self._reserving.append((connection, request))
+            return []
+        if all(member.role != "worker" for member in self.alive):
+            return self._answer(connection, request, error="the run is over: no worker is left in it")
+        first = self._next_rank
+        self._next_rank += request.count
+        return [(connection, Reply(id=request.id, value=str(first).encode(), generation=self.generation))]
 
     def _welcome(self) -> Out:
         members = tuple(self.alive)
@@ -210,13 +283,16 @@ class Coordinator:
         seat.state = state
         reason = reason[:MAX_VALUE_BYTES]
         self._loans = {name: loan for name, loan in self._loans.items() if loan.holder != key}
+        if key[0] == "worker":
+            self.book.gone(key[1])
         if self.generation and was_there:
             self.generation += 1
         out = self._to_all(self._event(state, key=key, text=reason), but=seat.connection)
         if not self.generation:
             error = f"{seat.member} has ended before the run was complete: {reason}"
-            out += [(c, Reply(id=i, error=error)) for c, i in self._joining if c != seat.connection]
-            self._joining = []
+            waiting = self._joining + [(c, asked.id) for c, asked in self._reserving]
+            out += [(c, Reply(id=i, error=error)) for c, i in waiting if c != seat.connection]
+            self._joining, self._reserving = [], []
         return out
 
     def _put(self, connection: int, request: Put) -> Out:
@@ -259,6 +335,16 @@ class Coordinator:
             and (not request.to or rank in request.to)
         ]
         return out + self._answer(connection, request)
+
+    def _data(self, connection: int, key: Key | None, request: AboutData) -> Out:
+        """Everybody may look at the book; blocks of samples are lent to workers only, while they are alive."""
+        if not isinstance(request, ShowData):
+            if key is None or key[0] != "worker":
+                return self._answer(connection, request, error="samples are lent to workers only")
+            seat = self._seats[key]
+            if seat.state != "alive":
+                return self._answer(connection, request, error=f"{seat.member} has {seat.state} and is lent no samples")
+        return [(connection, self.book.answer(key[1] if key else -1, request))]
 
     def _stop(self, key: Key, reason: str) -> Out:
         if self.stop_reason is not None:

@@ -1,6 +1,7 @@
 """Data: who computes which samples."""
 
-from .ledger import Dealt, Ledger, Portion, View
+from .desk import Desk, Lender
+from .ledger import Block, Dealt, Leased, Ledger, Portion, View
 from .loader import Seat, Shard, shard
 
-__all__ = ["Dealt", "Ledger", "Portion", "Seat", "Shard", "View", "shard"]
+__all__ = ["Block", "Dealt", "Desk", "Leased", "Ledger", "Lender", "Portion", "Seat", "Shard", "View", "shard"]

@@ -7,17 +7,36 @@ An epoch is an order of the samples, cut into global batches; a worker's part of
     rank 0          5 2     | 0 4     | 6           sizes differ by at most one, in order of rank;
     rank 1              9   |     8   |   3         rank 2 has no samples in the last one: it is absent
     rank 2                7 |       1 |
+
+Or, where nobody waits for anybody, cut into blocks of one worker's batch, which the coordinator leases (its book.py):
+
+    order           5 2 | 9 7 | 0 4 | 8 1 | 6 3     the same order
+    block            0  |  1  |  2  |  3  |  4      whoever asks takes the next one
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from ..errors import HoraError, Timeout
+
+if TYPE_CHECKING:
+    from .desk import Lender, Name
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.02  # how often a worker that waits for the others' blocks asks again
+SLOW_S = 10.0  # after this long a wait is said aloud
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +65,24 @@ class Portion:
     def whole(self) -> bool:
         """Nobody is absent."""
         return self.present == self.size
+
+    @property
+    def weight(self) -> float:
+        """How much this worker's mean counts in the mean over those among whom the batch is divided; 1 if evenly."""
+        return self.mine * self.size / self.total
+
+
+@dataclasses.dataclass(frozen=True)
+class Block(Portion):
+    """A block that this worker has leased: a batch of its own, which it shares with nobody."""
+
+    epoch: int
+    loop: int  # which loop over the loader in that epoch
+    num_samples: int  # of the epoch, as it was put in order
+
+    @property
+    def name(self) -> Name:
+        return self.epoch, self.loop, self.batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +132,10 @@ class Ledger(abc.ABC):
         """The next part for this worker, None at the end of the epoch. May be called ahead of time, by prefetching.
 
         May block: to read a stream, or to ask for a lease."""
+
+    def begin(self, portion: Portion) -> bool:
+        """Its batch is about to be handed to the user's code; False if another worker has taken it over: skip it."""
+        return True
 
     @abc.abstractmethod
     def done(self, portion: Portion) -> None:
@@ -221,6 +262,182 @@ class Streamed(_Lockstep):
 
     def view(self) -> View:
         return self._view(None, None)
+
+
+class Leased(Ledger):
+    """Blocks of `block_samples` samples, leased by the coordinator to whoever asks: nobody steps together.
+
+    Every block is done once, and again only if its holder dies. `take` asks the coordinator and says at the same time
+    what is done since: one request per batch. It ends the epoch when nothing is left to take, while others may still be
+    at theirs; in the last epoch it waits for them, since one of them may die: Timeout after `timeout_s`, or the end
+    when `stopped` says so. With `take_ahead` (prefetching) a block is taken before it is
+    begun: until `begin`, a worker that has nothing left may take it over.
+
+    `before` are the samples that a restored run has done, by epoch: of this one and of earlier ones that owe the rest.
+    """
+
+    def __init__(
+        self,
+        lender: Lender,
+        num_samples: int,
+        block_samples: int,
+        *,
+        epoch: int = 0,
+        loop: int = 0,
+        rank: int = 0,
+        size: int = 1,
+        drop_last: bool = False,
+        before: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.num_blocks = num_batches(num_samples, block_samples, drop_last)
+        self._lender = lender
+        self._cut = (num_samples, block_samples, self.num_blocks)
+        self._epoch = epoch
+        self._loop = loop
+        self._rank = rank
+        self._size = size
+        self._before = [(each, self._blocks(each, samples)) for each, samples in sorted((before or {}).items())]
+        self._stopped = stopped
+        self._held: dict[Name, Block] = {}
+        self._unsaid: list[Name] = []  # blocks that are done, which the coordinator does not know yet
+        self._ahead: set[Name] = set()
+        self._inside = False
+        self.over = False  # the coordinator has said that nothing is left
+
+    def _blocks(self, epoch: int, samples: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """The blocks that lie within these ranges of samples."""
+        num_samples, size, num_blocks = self._cut
+        found = []
+        for start, end in samples:
+            if end > num_samples:
+                raise ValueError(
+                    f"sample {end - 1} of epoch {epoch} is said to be done, but it has only {num_samples}: "
+                    "go on with the dataset that the state was saved with"
+                )
+            last = num_blocks if end == num_samples else min(num_blocks, end // size)
+            found.append((-(-start // size), last))
+        return tuple((start, end) for start, end in found if start < end)
+
+    def take(self) -> Block | None:
+        got = self._ask(ahead=False)
+        if got and not isinstance(got, Block):
+            self._lender.idle(True)
+            try:
+                got = self._wait(got)
+            finally:
+                self._lender.idle(False)
+        if isinstance(got, Block):
+            return got
+        self.over = not got
+        self._inside = not self.over
+        return None
+
+    def _wait(self, holders: tuple[int, ...]) -> Block | tuple[int, ...]:
+        """Asks again until a block comes back, or nothing is left to wait for, or the run stops."""
+        started, next_word = time.monotonic(), SLOW_S
+        while not self._stopped():
+            waited = time.monotonic() - started
+            words = (
+                f"rank {self._rank} has waited {waited:.0f} s at the end of epoch {self._epoch} for the blocks of "
+                f"rank{'s' if len(holders) > 1 else ''} {', '.join(map(str, holders))}"
+            )
+            if waited >= self._lender.timeout_s:
+                raise Timeout(words)
+            if waited >= next_word:
+                log.warning("%s", words)
+                next_word *= 2
+            time.sleep(POLL_S)
+            got = self._ask(ahead=False)
+            if isinstance(got, Block) or not got:
+                return got
+            holders = got
+        return holders
+
+    def take_ahead(self) -> Block | None:
+        """A block to be begun later; None if there is none for now. Never waits for others."""
+        block = self._ask(ahead=True)
+        if not isinstance(block, Block):
+            return None
+        self._ahead.add(block.name)
+        return block
+
+    def _ask(self, ahead: bool) -> Block | tuple[int, ...]:
+        """A block; or the ranks whose blocks are to be waited for, none of them at the end."""
+        self._inside = True
+        grant = self._lender.take(self._epoch, self._loop, self._cut, self._unsaid, self._before, ahead)
+        self._unsaid.clear()
+        self._before = []  # whoever came first has founded the ledger
+        if grant.kind != "block":
+            return grant.holders
+        num_samples, size, _ = grant.cut
+        start = grant.block * size
+        total = min(size, num_samples - start)
+        block = Block(grant.block, start, total, total, 0, 1, grant.epoch, grant.loop, num_samples)
+        self._held[block.name] = block
+        return block
+
+    def begin(self, portion: Portion) -> bool:
+        assert isinstance(portion, Block)
+        if portion.name not in self._ahead:
+            return True
+        self._ahead.discard(portion.name)
+        still = self._lender.begin(portion.name, self._unsaid)
+        self._unsaid.clear()
+        if not still:
+            self._held.pop(portion.name, None)
+        return still
+
+    def done(self, portion: Portion) -> None:
+        assert isinstance(portion, Block)
+        if self._held.pop(portion.name, None) is not None:
+            self._unsaid.append(portion.name)
+
+    def flush(self) -> None:
+        """Says what is done now, not with the next request."""
+        if self._unsaid:
+            self._lender.done(self._unsaid, release=False)
+            self._unsaid.clear()
+
+    def release(self) -> None:
+        if self._inside or self._held or self._unsaid:
+            with contextlib.suppress(HoraError):  # without a line to the coordinator this worker is given up anyway
+                self._lender.done(self._unsaid, release=True)
+        self._inside = False
+        self._unsaid.clear()
+        self._held.clear()
+        self._ahead.clear()
+
+    def account(self) -> list[dict[str, Any]]:
+        """The open ledgers of this loader, of all epochs, as the coordinator has them."""
+        self.flush()
+        return self._lender.account()["open"]
+
+    def view(self) -> View:
+        self.flush()
+        num_samples, size, num_blocks = self._cut
+        total = min(num_samples, num_blocks * size)
+        account = self._lender.account()
+        key = [self._epoch, self._loop]
+        known = [each for each in [*account["open"], account["last"]] if each and [each["epoch"], each["loop"]] == key]
+        if known:
+            done, leased, samples = (known[0][name] for name in ("num_done", "num_leased", "samples_done"))
+        elif account["newest"] is not None and account["newest"] >= key:
+            done, leased, samples = num_blocks, 0, total
+        else:
+            ranges = dict(self._before).get(self._epoch, ())
+            done, leased = sum(end - start for start, end in ranges), 0
+            samples = sum(min(end * size, total) - start * size for start, end in ranges)
+        return View(
+            rank=self._rank,
+            size=self._size,
+            num_done=done,
+            num_leased=leased,
+            num_pending=num_blocks - done - leased,
+            samples_done=samples,
+            num_samples=total,
+            held=tuple(self._held.values()),
+        )
 
 
 def num_batches(num_samples: int, global_batch: int, drop_last: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import gc
 import logging
@@ -10,11 +11,20 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 
-from .ledger import Ledger, Portion, View
-from .source import Cut, Indexed, Source, Stream
+from .desk import Desk, Lender
+from .handout import as_is
+from .ledger import Leased, Ledger, Portion, View, num_batches
+from .source import Cut, Indexed, Reading, Source, Stream
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +34,9 @@ class Seat(Protocol):
 
     For every iteration: `enter`; for every portion `stopped`, then `begin` and `finish` around the user's code, or
     `absent` while training; `leave` once, whatever happens. The same portions come in the same order on every worker,
-    so each of these may meet the others. `leave(finished=False)` is called from inside `break`, or while an exception
-    passes: Python prints what it raises and goes on.
+    so each of these may meet the others; but not where blocks are leased: there each worker has its own, nobody is
+    absent, and `stopped` is also asked while this worker waits at the end of the last epoch. `leave(finished=False)` is
+    called from inside `break`, or while an exception passes: Python prints what it raises and goes on.
     """
 
     rank: int
@@ -108,9 +119,14 @@ class Shard:
     The samples of the k-th global batch depend on seed, epoch and `global_batch`, not on the number of workers. The
     epoch is that of `job.epochs`, outside of it the number of iterations so far. `len()` is the number of global
     batches, the same on every worker; one that has no samples in a batch is not given it.
+
+    With a `lender` (strategies whose workers do not step together) loops that train take blocks of `batch_size` samples
+    from the coordinator instead, as many as they get done; `len()` is what a worker does on average, rounded up. Other
+    loops, evaluations, are dealt among the workers that the run was launched with; one that joined later has no part
+    in their collectives and reads everything.
     """
 
-    def __init__(self, source: Source, seat: Seat) -> None:
+    def __init__(self, source: Source, seat: Seat, lender: Lender | None = None) -> None:
         self.dataset = source.dataset
         self.global_batch = source.cut.global_batch
         self.seed = source.cut.seed
@@ -122,6 +138,9 @@ class Shard:
         self._next_epoch = 0
         self._loaded: _Place | None = None
         self._open = False
+        self._lender = lender
+        self._before: dict[int, list[tuple[int, int]]] = {}  # samples that a restored run has done, by epoch
+        self._loops: collections.Counter[int] = collections.Counter()  # by epoch: leased loops begun
 
     def __repr__(self) -> str:
         data = type(self.dataset).__name__
@@ -130,11 +149,16 @@ class Shard:
     @property
     def batch_size(self) -> float:
         """Samples per worker and batch; a fraction if the workers' parts differ."""
+        if self._lender is not None:
+            return self._source.block_samples(self._seat.size)
         share, more = divmod(self.global_batch, self._seat.size)
         return self.global_batch / self._seat.size if more else share
 
     def __len__(self) -> int:
-        return self._source.num_batches()
+        if self._lender is None:
+            return self._source.num_batches()
+        size, source = self._seat.size, self._source
+        return -(-num_batches(source.num_samples(), source.block_samples(size), source.cut.drop_last) // size)
 
     def __iter__(self) -> Generator[Any, None, None]:
         if self._open:
@@ -149,13 +173,15 @@ class Shard:
         self._open, finished, ended = True, False, False
         self._loaded, self.ledger, self._place = None, None, place
         try:
-            ledger, portions, fetch, drawn = self._source.read(seat, place.epoch, place.batch, place.drawn)
+            ledger, portions, fetch, drawn = self._read(place)
             self.ledger, self._place = ledger, dataclasses.replace(place, drawn=drawn)
             for portion in portions:
                 if seat.stopped(self):
                     break
                 if portion.mine:
                     batch = fetch()
+                    if not ledger.begin(portion):
+                        continue
                     seat.begin(self, portion)
                     yield batch
                     ledger.done(portion)
@@ -165,7 +191,7 @@ class Shard:
                         seat.absent(self, portion)
                     ledger.done(portion)
             else:
-                ended = True
+                ended = not isinstance(ledger, Leased) or ledger.over
             finished = True
         finally:
             self._next_epoch = place.epoch + 1
@@ -175,17 +201,54 @@ class Shard:
             self._open = False
             seat.leave(self, finished)
 
+    def _read(self, place: _Place) -> Reading:
+        seat, epoch = self._seat, place.epoch
+        if self._lender is None or not seat.training(self):
+            return self._source.read(seat, epoch, place.batch, place.drawn)
+        before = {each: self._before.pop(each) for each in sorted(self._before) if each <= epoch}
+        loop = self._loops[epoch]
+        self._loops[epoch] += 1
+        return self._lease(self._lender, epoch, loop, before)
+
+    def _lease(self, lender: Lender, epoch: int, loop: int, before: dict[int, list[tuple[int, int]]]) -> Reading:
+        seat = self._seat
+        return self._source.lease(lender, seat.rank, seat.size, epoch, loop, before, lambda: seat.stopped(self))
+
     def state(self) -> dict[str, Any]:
         """Where the epoch stands, as JSON can hold it: {"epoch": e, "batch": k}, and "order" if a sampler drew it.
 
         Batches before k are done. After the end of an epoch it is batch 0 of the next; after a break or a stop it is
-        where that happened, although the next iteration in this process is a new epoch.
+        where that happened, although the next iteration in this process is a new epoch. Where blocks are leased, "done"
+        has all samples that are done in epochs that are not over, as [epoch, [[from, to], …]]; every worker calls
+        `settle` before one asks for the state.
         """
         place = self._loaded or self._standing()
+        if self._loaded is None and isinstance(self.ledger, Leased):
+            return self._leased_state(self.ledger, place.epoch)
         state: dict[str, Any] = {"epoch": place.epoch, "batch": place.batch}
+        if self._before:
+            state["done"] = [[epoch, [list(each) for each in samples]] for epoch, samples in self._before.items()]
         if place.drawn is not None:
             state["order"] = place.drawn.tolist()
         return state
+
+    def _leased_state(self, ledger: Leased, epoch: int) -> dict[str, Any]:
+        done: list[Any] = []
+        whole = 0
+        for each in ledger.account():
+            if each["epoch"] < epoch and not each["ended"]:
+                continue  # workers have left it before its end: it is over
+            num_samples, size, _ = each["cut"]
+            samples = [[start * size, min(end * size, num_samples)] for start, end in each["done"]]
+            done.append([each["epoch"], samples])
+            if each["epoch"] == epoch and samples and samples[0][0] == 0:
+                whole = samples[0][1] // self.global_batch
+        return {"epoch": epoch, "batch": whole, "done": done}
+
+    def settle(self) -> None:
+        """Tells the coordinator what is done, where blocks are leased. It would hear it with the next batch."""
+        if isinstance(self.ledger, Leased):
+            self.ledger.flush()
 
     def resize(self, global_batch: int) -> None:
         """Cuts epochs into batches of this size from now on: a restored run keeps its own, on any number of workers."""
@@ -198,6 +261,10 @@ class Shard:
         """The next iteration goes on where `state` was taken; from the beginning if it is of another epoch."""
         try:
             epoch, batch = _whole("epoch", state["epoch"], 0), _whole("batch", state["batch"], 0)
+            before = {
+                _whole("epoch", each, 0): [(_whole("sample", a, 0), _whole("sample", b, 0)) for a, b in samples]
+                for each, samples in state.get("done", ())
+            }
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"{str(state)[:80]} is no state of a loader: give back what state() returned") from None
         drawn = state.get("order")
@@ -209,21 +276,31 @@ class Shard:
             epoch, batch, None if drawn is None else torch.tensor(drawn, dtype=torch.int64, device="cpu")
         )
         self.ledger = self.ledger if self._open else None
+        if self._lender is not None:
+            end = batch * self.global_batch
+            if batch and batch <= self._source.num_batches():
+                end = min(end, self._source.num_samples())
+            self._before = before or ({epoch: [(0, end)]} if end else {})
 
     def view(self) -> View:
         """The ledger of the epoch under way, or else of the last one, to be printed; before it, what is to come."""
         if self.ledger is not None:
             return self.ledger.view()
+        if self._lender is not None and not self._source.draws and isinstance(self._source, Indexed):
+            epoch = (self._loaded or self._place).epoch
+            return self._lease(self._lender, epoch, self._loops[epoch], self._before).ledger.view()
         return self._source.ledger(self._seat.rank, self._seat.size, (self._loaded or self._place).batch).view()
 
     def _start(self) -> _Place:
         epoch = self._seat.epoch()
         if self._loaded is not None and epoch in (None, self._loaded.epoch):
             return self._loaded
+        if self._loaded is not None:
+            self._before.clear()
         return _Place(self._next_epoch if epoch is None else epoch)
 
     def _standing(self) -> _Place:
-        if self._open and self.ledger is not None:
+        if self._open and self.ledger is not None and not isinstance(self.ledger, Leased):
             return dataclasses.replace(self._place, batch=self.ledger.view().num_done)
         return self._place
 
@@ -255,15 +332,23 @@ def shard(
     num_workers: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     pin_memory: bool = False,
+    source: int | None = None,
+    desk: Desk | None = None,
 ) -> Shard:
     """A loader of this worker's part of `data`: a dataset, with len() and samples by number; a stream; or a DataLoader.
 
     A dataset comes with `batch_size`, per worker, or with `global_batch`, all workers together. `shuffle` puts it in an
     order that depends on `seed` and epoch. A torch DataLoader brings its own options; its random order becomes ours (so
     its generator is not used), what any other sampler draws on rank 0 is dealt to all. Of a stream, an IterableDataset,
-    every worker reads all and keeps its part. ValueError says what cannot be, and what to do instead.
+    every worker reads all and keeps its part. With `source` the dataset lies with that rank only, which hands out its
+    samples; the others may give None. ValueError says what cannot be, and what to do instead.
+
+    `desk` is the job's: it lends blocks where samples are leased, and is needed for `source`.
     """
     seed = _whole("seed", seed, None)
+    number = desk.register() if desk is not None else 0
+    if source is not None and seat.size > 1:
+        data, collate_fn = _handed_out(data, seat, desk, number, source, collate_fn)
     if isinstance(data, DataLoader):
         given = {
             "batch_size": batch_size is not None,
@@ -296,9 +381,31 @@ def shard(
     cut = Cut(
         global_batch=_whole("global_batch", global_batch, 1), drop_last=drop_last, shuffle=bool(shuffle), seed=seed
     )
+    lender = desk.lender(number) if desk is not None else None
     if isinstance(options["dataset"], IterableDataset):
-        return Shard(_stream(options, cut), seat)
-    return Shard(_indexed(options, cut, sampler, shuffle, seat), seat)
+        return Shard(_stream(options, cut), seat, lender)
+    return Shard(_indexed(options, cut, sampler, shuffle, seat), seat, lender)
+
+
+def _handed_out(
+    data: Any, seat: Seat, desk: Desk | None, number: int, source: int, collate: Callable[[list[Any]], Any] | None
+) -> tuple[Any, Callable[[list[Any]], Any] | None]:
+    """What this worker reads from, and how it collates, when the dataset lies with rank `source`. Blocks for it."""
+    if not 0 <= _whole("source", source, 0) < seat.size:
+        raise ValueError(f"source={source}: the run has the ranks 0 to {seat.size - 1}")
+    if desk is None:
+        raise ValueError("source= needs a run whose workers can reach each other: make the loader with job.shard")
+    if seat.rank != source:
+        return desk.handout.receive(number, source), as_is
+    streams = isinstance(data, DataLoader | IterableDataset)
+    if streams or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        problem = (
+            f"source={source} hands out samples by number, which a {type(data).__name__} does not give: give a dataset "
+            "with __len__ and __getitem__, and batch_size"
+        )
+        desk.handout.refuse(number, problem)
+        raise ValueError(problem)
+    return desk.handout.offer(number, data, collate or default_collate), collate
 
 
 def _stream(options: dict[str, Any], cut: Cut) -> Stream:

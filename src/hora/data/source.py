@@ -10,16 +10,21 @@ import dataclasses
 import itertools
 import operator
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from .ledger import Dealt, Ledger, Portion, Streamed, mix, num_batches, order
+from .ledger import Block, Dealt, Leased, Ledger, Portion, Streamed, mix, num_batches, order
 
 if TYPE_CHECKING:
+    from .desk import Lender
     from .loader import Seat
+
+
+Before = Mapping[int, Sequence[tuple[int, int]]]  # by epoch: ranges of samples that are done
+Stopped = Callable[[], bool]
 
 
 class Reading(NamedTuple):
@@ -67,8 +72,18 @@ class Source(abc.ABC):
 
         Collective where a sampler draws the order anew. What is being read ends with the last reference to it."""
 
+    @abc.abstractmethod
+    def lease(
+        self, lender: Lender, rank: int, size: int, epoch: int, loop: int, before: Before, stopped: Stopped
+    ) -> Reading:
+        """Starts to read an epoch whose blocks are leased, `before` being done; ValueError if they cannot be."""
+
     def num_batches(self) -> int:
         return num_batches(self.num_samples(), self.cut.global_batch, self.cut.drop_last)
+
+    def block_samples(self, size: int) -> int:
+        """What one of `size` workers takes at a time where blocks are leased."""
+        return max(1, self.cut.global_batch // size)
 
     def _generator(self, *numbers: int) -> torch.Generator:
         """Seeds torch's DataLoader, which would otherwise draw from the user's own stream of random numbers."""
@@ -93,13 +108,52 @@ class Indexed(Source):
 
     def read(self, seat: Seat, epoch: int, begin: int, drawn: torch.Tensor | None) -> Reading:
         if self.draws and drawn is None:
-            drawn = seat.share_order(_draw(self._sampler))
+            drawn = seat.share_order(_draw(self._sampler)) if seat.rank < seat.size else _draw(self._sampler)
         indices = order(self.num_samples(), self.cut.shuffle, self.cut.seed, epoch) if drawn is None else drawn
-        ledger = self._deal(len(indices), seat.rank, seat.size, begin)
+        ledger = self._deal(len(indices), *_part(seat), begin)
         portions, self._ahead.portions = itertools.tee(iter(ledger.take, None))
-        self._ahead.indices = indices
+        self._ahead.indices = lambda portion: indices
         self._loader.generator = self._generator(epoch, seat.rank)
         return Reading(ledger, portions, _batches(self._loader).__next__, drawn)
+
+    def lease(
+        self, lender: Lender, rank: int, size: int, epoch: int, loop: int, before: Before, stopped: Stopped
+    ) -> Reading:
+        if self.draws:
+            raise ValueError(
+                f"workers that do not step together cannot share what {type(self._sampler).__name__} draws: leave the "
+                "sampler out (shuffle=True gives a random order), or run with a synchronous strategy (ps:mode=sync)"
+            )
+        ledger = Leased(
+            lender,
+            self.num_samples(),
+            self.block_samples(size),
+            epoch=epoch,
+            loop=loop,
+            rank=rank,
+            size=size,
+            drop_last=self.cut.drop_last,
+            before=before,
+            stopped=stopped,
+        )
+        self._ahead.indices = _Orders(self.cut)
+        self._loader.generator = self._generator(epoch, rank)
+        if not self._loader.num_workers:
+            portions, self._ahead.portions = itertools.tee(iter(ledger.take, None))
+            return Reading(ledger, portions, _batches(self._loader).__next__, None)
+        batches: list[Iterator[Any]] = []
+        return Reading(ledger, self._rounds(ledger, batches), lambda: next(batches[0]), None)
+
+    def _rounds(self, ledger: Leased, batches: list[Iterator[Any]]) -> Iterator[Portion]:
+        """Prefetching: takes ahead as long as there is something, and comes back once all of it is done.
+
+        Only then may it wait for others: they may wait for what lies here."""
+        for first in iter(ledger.take, None):
+            taken = itertools.chain([first], iter(ledger.take_ahead, None))
+            portions, self._ahead.portions = itertools.tee(taken)
+            batches[:] = [_batches(self._loader)]
+            yield from portions
+            batches.clear()  # its processes end before this worker waits
 
     def _deal(self, num_samples: int, rank: int, size: int, begin: int) -> Ledger:
         cut = self.cut
@@ -110,13 +164,30 @@ class _Ahead:
     """torch's side of the portions: the numbers of my samples in each that has any. Prefetching runs ahead on it."""
 
     portions: Iterator[Portion] = iter(())
-    indices: torch.Tensor
+    indices: Callable[[Portion], torch.Tensor]  # the order of the portion's epoch
 
     def __iter__(self) -> Iterator[list[int]]:
         for portion in self.portions:
             if portion.mine:
                 first = portion.start + portion.offset
-                yield self.indices[first : first + portion.mine].tolist()
+                yield self.indices(portion)[first : first + portion.mine].tolist()
+
+
+class _Orders:
+    """The orders of the epochs that leased blocks are of: this one, and now and then an earlier one."""
+
+    def __init__(self, cut: Cut) -> None:
+        self._cut = cut
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __call__(self, portion: Portion) -> torch.Tensor:
+        assert isinstance(portion, Block)
+        key = (portion.epoch, portion.num_samples)
+        if key not in self._kept:
+            if len(self._kept) > 1:
+                del self._kept[min(self._kept)]
+            self._kept[key] = order(portion.num_samples, self._cut.shuffle, self._cut.seed, portion.epoch)
+        return self._kept[key]
 
 
 class Stream(Source):
@@ -142,9 +213,18 @@ class Stream(Source):
 
     def read(self, seat: Seat, epoch: int, begin: int, drawn: torch.Tensor | None) -> Reading:
         kept: list[Any] = []
-        totals = _keep(_batches(self._cutting(seat.rank, seat.size, epoch)), kept)
-        ledger = Streamed(totals, self.cut.global_batch, rank=seat.rank, size=seat.size, begin=begin)
+        rank, size = _part(seat)
+        totals = _keep(_batches(self._cutting(rank, size, epoch)), kept)
+        ledger = Streamed(totals, self.cut.global_batch, rank=rank, size=size, begin=begin)
         return Reading(ledger, iter(ledger.take, None), kept.pop, None)
+
+    def lease(
+        self, lender: Lender, rank: int, size: int, epoch: int, loop: int, before: Before, stopped: Stopped
+    ) -> Reading:
+        raise ValueError(
+            f"workers that do not step together cannot read a stream ({type(self.dataset).__name__}) in blocks: give a "
+            "dataset with __len__ and __getitem__, or run with a synchronous strategy (ps:mode=sync)"
+        )
 
     def _cutting(self, rank: int, size: int, epoch: int) -> DataLoader[Any]:
         mine = _Mine(rank, size, self._options.get("collate_fn") or default_collate)
@@ -167,6 +247,11 @@ class _Mine:
         portion = Portion.deal(0, 0, len(samples), self.rank, self.size)
         mine = samples[portion.offset : portion.offset + portion.mine]
         return portion.total, self.collate(mine) if mine else None
+
+
+def _part(seat: Seat) -> tuple[int, int]:
+    """Which part of how many is this worker's; one that joined after the launch reads everything."""
+    return (seat.rank, seat.size) if seat.rank < seat.size else (0, 1)
 
 
 def _batches(loader: DataLoader[Any]) -> Generator[Any, None, None]:

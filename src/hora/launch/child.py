@@ -1,4 +1,4 @@
-"""Child: one rank as the launcher holds it, its process, its group and its two pipes."""
+"""Child: one rank or server as the launcher holds it, its process, its group and its two pipes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,17 @@ class Child:
     """
 
     def __init__(
-        self, *, rank: int, argv: list[str], env: dict[str, str], token_fd: int, out: Stream, err: Stream
+        self,
+        *,
+        role: str = "worker",
+        rank: int,
+        argv: list[str],
+        env: dict[str, str],
+        token_fd: int,
+        out: Stream,
+        err: Stream,
     ) -> None:
+        self.role = role
         self.rank = rank
         self.err = err
         self.returncode: int | None = None
@@ -45,6 +54,11 @@ class Child:
         self.pidfd: int | None = None
         if hasattr(os, "pidfd_open"):
             self.pidfd = os.pidfd_open(self.pid)
+
+    @property
+    def name(self) -> str:
+        """As `rank 2` or `server 0`."""
+        return seat_name(self.role, self.rank)
 
     @property
     def pid(self) -> int:
@@ -123,6 +137,10 @@ class Child:
     @property
     def exception(self) -> str:
         return exception_of(self.traceback())
+
+
+def seat_name(role: str, rank: int) -> str:
+    return f"{'rank' if role == 'worker' else role} {rank}"
 
 
 def signal_name(number: int) -> str:

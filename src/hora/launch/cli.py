@@ -1,4 +1,4 @@
-"""The command line: `hora run`, `explain`, `bench`, `demo`. Each command imports what it needs, and only then."""
+"""The command line: `hora run`, `explain`, `bench`, `demo`, `show`. Each command imports only what it needs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ _RUN_HELP = """Start N processes of one script on this machine and see them to t
   hora run -n 4 train.py
   hora run -n 4 --strategy ring train.py --epochs 3
   hora run -n 2 -m package.train --lr 0.1
+  hora run -n 4 --strategy ps:mode=async --servers 2 --name mnist-3 train.py
+  hora run --join mnist-3 train.py
 
 Everything after the script is the script's own, --help and -n included. Each line that a rank writes appears as
-"[rank] line", on stdout or stderr as it was written. The first failure is printed last. Ctrl-C stops all ranks within
-3 seconds; a second one, at once.
+"[rank] line", one of a server as "[server 0] line", on stdout or stderr as it was written. The first failure is printed
+last. Ctrl-C stops all ranks within 3 seconds; a second one, at once. Under ps:mode=async and ps:mode=ssp a rank that is
+lost is named and the others go on.
 """
 
 _RUN_EPILOG = f"""\b
 Exit codes:
-  {codes.OK:>3}  every rank ended well
-  {codes.SCRIPT_FAILED:>3}  a rank's script failed
+  {codes.OK:>3}  every rank ended well; under ps:mode=async and ps:mode=ssp, the last one did
+  {codes.SCRIPT_FAILED:>3}  a rank's or a server's script failed
   {codes.USAGE:>3}  the command line was wrong, nothing was started
-  {codes.RANK_KILLED:>3}  a rank was killed by a signal
+  {codes.RANK_KILLED:>3}  a rank or a server was killed by a signal
   {codes.INTERRUPTED}  Ctrl-C
   {codes.OUTPUT_CLOSED}  the reader of the output went away, as `| head` does
   {codes.TERMINATED}  SIGTERM or SIGHUP
@@ -49,6 +52,18 @@ class _Whole(click.ParamType):
             flag = param.opts[0] if param else "it"
             self.fail(f"{flag} takes a whole number of at least 1, not {str(value)!r}; e.g. {flag} 4", param, ctx)
         return number
+
+
+class _Servers(click.ParamType):
+    """A whole number, or `colocated`; what else is wrong with it, RunConfig says."""
+
+    name = "S"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        try:
+            return int(str(value))
+        except ValueError:
+            return str(value)
 
 
 class _Sizes(click.ParamType):
@@ -96,10 +111,16 @@ def hora(ctx: click.Context) -> None:
 )
 @click.option(
     "--servers",
-    type=int,
-    default=0,
+    type=_Servers(),
     metavar="S",
-    help="Parameter servers besides the ranks, for strategies that use them, e.g. --servers 2. Without it: 0.",
+    help="Parameter servers besides the ranks, for strategies that use them, e.g. --servers 2; or --servers colocated, "
+    "inside the ranks' processes. Without it: a number measured on this machine, and one line that explains it.",
+)
+@click.option(
+    "--join",
+    metavar="RUN",
+    help="Add N workers (-n, without it: 1) to a run that is going on under ps:mode=async or ps:mode=ssp, e.g. --join "
+    "mnist-3. Strategy and servers are the run's own.",
 )
 @click.option(
     "--max-steps",
@@ -110,7 +131,8 @@ def hora(ctx: click.Context) -> None:
 @click.option(
     "--log-dir",
     metavar="DIR",
-    help="Also keep each rank's output, byte for byte, in DIR/rank-0.out and DIR/rank-0.err, e.g. --log-dir logs.",
+    help="Also keep each rank's output, byte for byte, in DIR/rank-0.out and DIR/rank-0.err, and a server's in "
+    "DIR/server-0.out and .err, e.g. --log-dir logs.",
 )
 @click.option(
     "--timeout-s",
@@ -131,7 +153,8 @@ def hora(ctx: click.Context) -> None:
 @click.option(
     "--run-dir",
     metavar="DIR",
-    help="Where the run's record goes, e.g. --run-dir runs/mnist-3. Without it: ~/.local/state/hora/runs/NAME.",
+    help="Where the run's record goes, e.g. --run-dir runs/mnist-3; with --join, where the joined run's record is. "
+    "Without it: ~/.local/state/hora/runs/NAME.",
 )
 @click.option(
     "--color",
@@ -146,7 +169,8 @@ def run(
     ctx: click.Context,
     size: int,
     strategy: str | None,
-    servers: int,
+    servers: int | str | None,
+    join: str | None,
     max_steps: int | None,
     log_dir: str | None,
     timeout_s: float | None,
@@ -159,7 +183,7 @@ def run(
 ) -> int:
     from hora.strategies import parse
 
-    from . import local
+    from . import joining, local
     from .config import RunConfig
 
     try:
@@ -168,6 +192,7 @@ def run(
             module=module,
             size=size,
             servers=servers,
+            join=join,
             strategy=parse(strategy) if strategy is not None else None,
             timeout_s=timeout_s,
             max_steps=max_steps,
@@ -177,7 +202,7 @@ def run(
             log_dir=log_dir,
             color=color,
         )
-        return local.run(config)
+        return local.run(config) if join is None else joining.join(config)
     except ValueError as error:
         raise click.UsageError(str(error), ctx) from None
 
@@ -301,6 +326,35 @@ def demo() -> int:
     from hora.demo import main as show
 
     return show()
+
+
+@hora.command()
+@click.argument("name", metavar="RUN")
+@click.option(
+    "--data",
+    is_flag=True,
+    help="Which samples are done, lent out or still to do, and who holds which, e.g. hora show mnist-3 --data.",
+)
+@click.option(
+    "--run-dir",
+    metavar="DIR",
+    help="Where the run's record is, if it was started with --run-dir, e.g. --run-dir runs/mnist-3.",
+)
+@click.pass_context
+def show(ctx: click.Context, name: str, data: bool, run_dir: str | None) -> int:
+    """Print what is known of a run, while it lives or after its end.
+
+    \b
+      hora show mnist-3
+      hora show mnist-3 --data
+    """
+    from .show import show as describe
+
+    try:
+        click.echo(describe(name, run_dir, data=data))
+    except ValueError as error:
+        raise click.UsageError(str(error), ctx) from None
+    return codes.OK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

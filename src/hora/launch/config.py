@@ -13,7 +13,9 @@ from collections.abc import Iterable
 
 from hora.strategies import KNOWN, Strategy
 
-MAX_RANKS = 1024
+from .environment import COLOCATED
+
+MAX_RANKS = 1024  # processes of one run, servers included
 LOOPBACK = "127.0.0.1"
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -22,13 +24,15 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class RunConfig:
     """One run on this machine. `command` is the script (or, with `module`, the module) and then its arguments.
 
-    ValueError, in one line, says what is wrong and what exists. What is None is left to the script or to a default.
+    `servers` is a number, `colocated`, or None: a strategy that uses servers then gets a number by default. `join`
+    names a run that `size` more workers join; what is that run's own to say cannot be given. ValueError, in one line,
+    says what is wrong and what exists. What is None is left to the script or to a default.
     """
 
     command: tuple[str, ...]
     module: bool = False
     size: int = 1
-    servers: int = 0
+    servers: int | str | None = None
     strategy: Strategy | None = None
     timeout_s: float | None = None
     max_steps: int | None = None
@@ -37,20 +41,16 @@ class RunConfig:
     run_dir: str | None = None
     log_dir: str | None = None
     color: str = "auto"
+    join: str | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
             raise ValueError("no script was given; e.g. hora run -n 4 train.py, or hora run -n 4 -m package.train")
         if not 1 <= self.size <= MAX_RANKS:
             raise ValueError(f"-n takes a number of ranks from 1 to {MAX_RANKS}, not {self.size}; e.g. -n 4")
-        if self.servers < 0:
-            raise ValueError(f"--servers takes a number of servers, 0 or more, not {self.servers}")
-        if self.servers and not (self.strategy and self.strategy.uses_servers):
-            able = [name for name, kind in sorted(KNOWN.items()) if kind.uses_servers]
-            chosen = f"strategy {self.strategy.name!r} uses none" if self.strategy else "no --strategy was given"
-            raise ValueError(
-                f"--servers {self.servers}: {chosen}; with servers there are: {', '.join(able) or 'none yet'}"
-            )
+        if self.join is not None:
+            self._check_join()
+        self._check_servers()
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise ValueError(
                 f"--timeout-s takes a number of seconds above 0, not {self.timeout_s:g}; e.g. --timeout-s 120"
@@ -65,6 +65,37 @@ class RunConfig:
             _check_module(self.command[0])
         else:
             _check_script(self.command[0])
+
+    def _check_join(self) -> None:
+        given = {
+            "--strategy": self.strategy,
+            "--servers": self.servers,
+            "--name": self.name,
+            "--timeout-s": self.timeout_s,
+            "--max-steps": self.max_steps,
+            "--bind": None if self.bind == LOOPBACK else self.bind,
+        }
+        for flag, value in given.items():
+            if value is not None:
+                raise ValueError(f"{flag} with --join {self.join}: the run's own counts; leave it out")
+
+    def _check_servers(self) -> None:
+        if self.servers is None:
+            return
+        if self.servers != COLOCATED and (not isinstance(self.servers, int) or self.servers < 1):
+            raise ValueError(
+                f"--servers takes a whole number of at least 1, or {COLOCATED}, not {str(self.servers)!r}; "
+                "e.g. --servers 2"
+            )
+        if not (self.strategy and self.strategy.uses_servers):
+            able = [name for name, kind in sorted(KNOWN.items()) if kind.uses_servers]
+            chosen = f"strategy {self.strategy.name!r} uses none" if self.strategy else "no --strategy was given"
+            raise ValueError(f"--servers {self.servers}: {chosen}; with servers there are: {', '.join(able)}")
+        if isinstance(self.servers, int) and self.size + self.servers > MAX_RANKS:
+            raise ValueError(
+                f"-n {self.size} and --servers {self.servers} are {self.size + self.servers} processes; a run has "
+                f"{MAX_RANKS} at most"
+            )
 
     def argv(self) -> list[str]:
         """The command line of one rank."""

@@ -12,17 +12,26 @@ import math
 import os
 from collections.abc import Mapping
 
+COLOCATED = "colocated"  # servers that live in the workers' processes
 PID = "HORA_PID"  # set once a process has taken its rank: children inherit it and must not take the rank again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What the launcher said. `job` names the launch, so that its processes can find each other on one host."""
+    """What the launcher said. `job` names the launch, so that its processes can find each other on one host.
+
+    `rank` counts within the role; `size` is how many workers the run began with, so that of one that `joined` later may
+    lie beyond it. `servers` is how many server processes there are, None where nobody said; `colocated`: they live in
+    the workers' processes.
+    """
 
     launcher: str = "alone"  # hora, torchrun, mpirun, slurm, alone
     role: str = "worker"
     rank: int = 0
     size: int = 1
+    servers: int | None = None
+    colocated: bool = False
+    joined: bool = False
     local_rank: int = 0
     local_size: int = 1
     job: str = ""
@@ -34,6 +43,7 @@ class Identity:
     token_fd: int | None = None
     token_file: str = ""
     scratch: str = ""
+    history: str = ""  # a folder for what servers did, for those who check them
 
     @property
     def one_host(self) -> bool:
@@ -46,10 +56,25 @@ def read(environ: Mapping[str, str] | None = None) -> Identity:
     for look in (_hora, _torchrun, _mpirun, _slurm):
         found = look(env)
         if found is not None:
-            if not 0 <= found.rank < found.size:
-                raise ValueError(f"{found.launcher} gave rank {found.rank} of {found.size}; ranks count from 0")
-            return _with_settings(found, env)
+            identity = _with_settings(found, env)
+            _check_rank(identity)
+            return identity
     return _with_settings(Identity(), env)
+
+
+def _check_rank(identity: Identity) -> None:
+    """Workers count against the size, except those that joined later; servers against the servers."""
+    role = "rank" if identity.role == "worker" else identity.role
+    count: int | None = identity.size
+    if identity.role == "server":
+        count = identity.servers
+        if count is None:
+            raise ValueError("HORA_ROLE is server, but HORA_SERVERS does not say how many servers there are")
+    elif identity.joined:
+        count = None
+    if identity.rank < 0 or (count is not None and identity.rank >= count):
+        among = "" if count is None else f" of {count}"
+        raise ValueError(f"{identity.launcher} gave {role} {identity.rank}{among}; {role}s count from 0")
 
 
 def owner_of_rank(environ: Mapping[str, str] | None = None) -> int | None:
@@ -72,6 +97,7 @@ def _hora(env: Mapping[str, str]) -> Identity | None:
         role=env.get("HORA_ROLE", "worker"),
         rank=_int(env, "HORA_RANK"),
         size=size,
+        joined=env.get("HORA_JOINED", "") == "1",
         local_rank=_int(env, "HORA_LOCAL_RANK", 0),
         local_size=_int(env, "HORA_LOCAL_SIZE", size),
         job=env.get("HORA_RUN", ""),
@@ -132,14 +158,32 @@ def _slurm(env: Mapping[str, str]) -> Identity | None:
 
 def _with_settings(identity: Identity, env: Mapping[str, str]) -> Identity:
     """Adds what a user may set beside any launcher."""
+    servers, colocated = _servers(env, identity.launcher)
     return dataclasses.replace(
         identity,
+        servers=servers,
+        colocated=colocated,
         strategy=env.get("HORA_STRATEGY"),
         timeout_s=_seconds(env, "HORA_TIMEOUT_S"),
         max_steps=_int(env, "HORA_MAX_STEPS") if "HORA_MAX_STEPS" in env else None,
         bind=env.get("HORA_BIND", identity.bind),
         token_file=env.get("HORA_TOKEN_FILE", ""),
+        history=env.get("HORA_HISTORY", ""),
     )
+
+
+def _servers(env: Mapping[str, str], launcher: str) -> tuple[int | None, bool]:
+    """How many server processes there are (None: not told), and whether the workers are the servers too."""
+    text = env.get("HORA_SERVERS")
+    if text is None or text == COLOCATED:
+        return None, text == COLOCATED
+    if launcher != "hora":
+        place = "without hora run" if launcher == "alone" else f"under {launcher}"
+        raise ValueError(f"HORA_SERVERS={text}: {place} use HORA_SERVERS={COLOCATED}")
+    servers = _int(env, "HORA_SERVERS")
+    if servers < 1:
+        raise ValueError(f"HORA_SERVERS takes a number of servers, 1 or more, or {COLOCATED}, not {text!r}")
+    return servers, False
 
 
 def _seconds(env: Mapping[str, str], name: str) -> float | None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 
 from .config import LOOPBACK, RunConfig
+from .servers import num_cores
 
 NAMES = (
     "HORA_RUN",
     "HORA_ROLE",
     "HORA_RANK",
     "HORA_SIZE",
+    "HORA_SERVERS",
+    "HORA_JOINED",
     "HORA_LOCAL_RANK",
     "HORA_LOCAL_SIZE",
     "HORA_CONTROL",
@@ -25,29 +29,68 @@ NAMES = (
 )
 
 
-def environment(
-    config: RunConfig, run_id: str, address: tuple[str, int], scratch: str, rank: int, token_fd: int
-) -> dict[str, str]:
-    """The environment of one rank: ours, and its identity.
+Seat = tuple[str, int]  # a role, and a number within it
 
-    An inherited identity is dropped: it belongs to the run that this launcher may itself be a part of. Each rank gets
-    its share of the cores unless the user set OMP_NUM_THREADS. The token itself is never in here.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Crew:
+    """Whom one launcher starts, and what they are told of the run: the workers that it began with, and its servers."""
+
+    size: int
+    servers: int | str | None = None  # a number, colocated, or not told
+    first: int = 0  # the rank of the first worker that this launcher starts
+    workers: int
+
+    @property
+    def joins(self) -> bool:
+        return self.first >= self.size
+
+    @property
+    def num_servers(self) -> int:
+        """Server processes of the run."""
+        return self.servers if isinstance(self.servers, int) else 0
+
+    @property
+    def seats(self) -> list[Seat]:
+        """The processes to start, in order. Who joins a run finds its servers there."""
+        servers = 0 if self.joins else self.num_servers
+        workers = range(self.first, self.first + self.workers)
+        return [("worker", rank) for rank in workers] + [("server", rank) for rank in range(servers)]
+
+    @property
+    def num_processes(self) -> int:
+        """Of the whole run, as far as this launcher knows."""
+        return self.size + self.num_servers + (self.workers if self.joins else 0)
+
+
+def environment(
+    config: RunConfig, crew: Crew, run_id: str, address: tuple[str, int], scratch: str, seat: Seat, token_fd: int
+) -> dict[str, str]:
+    """The environment of one rank or server: ours, and its identity.
+
+    An inherited identity is dropped: it belongs to the run that this launcher may itself be a part of. Each process
+    gets its share of the cores unless the user set OMP_NUM_THREADS. The token itself is never in here.
     """
+    role, rank = seat
     env = {key: value for key, value in os.environ.items() if key not in NAMES}
-    env.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // config.size)))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // crew.num_processes)))
     env.setdefault("PYTHONFAULTHANDLER", "1")
     env |= {
         "HORA_RUN": run_id,
-        "HORA_ROLE": "worker",
+        "HORA_ROLE": role,
         "HORA_RANK": str(rank),
-        "HORA_SIZE": str(config.size),
+        "HORA_SIZE": str(crew.size),
         "HORA_LOCAL_RANK": str(rank),
-        "HORA_LOCAL_SIZE": str(config.size),
+        "HORA_LOCAL_SIZE": str(crew.size),
         "HORA_CONTROL": f"{address[0]}:{address[1]}",
         "HORA_TOKEN_FD": str(token_fd),
         "HORA_SCRATCH": scratch,
         "PYTHONUNBUFFERED": "1",
     }
+    if crew.servers is not None:
+        env["HORA_SERVERS"] = str(crew.servers)
+    if crew.joins:
+        env["HORA_JOINED"] = "1"
     if config.bind != LOOPBACK:
         env["HORA_BIND"] = config.bind
     if config.strategy is not None:
@@ -73,7 +116,3 @@ def token_descriptor(token: bytes) -> int:
             fd = os.dup(file.fileno())
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

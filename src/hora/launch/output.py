@@ -157,6 +157,11 @@ class Stream:
         if "\r" in text:
             self._drawn_at = now
 
+    def settle(self) -> None:
+        """Shows a traceback that is held back, at once."""
+        if self.fold is not None:
+            self._show_all(self.fold.release())
+
     def close(self) -> None:
         """The rank is gone: shows the last line even without its newline, and whatever was held back."""
         self._take(self._decoder.decode(b"", final=True), self._fed_at)
@@ -164,8 +169,7 @@ class Stream:
             self._line("".join(self._pieces))
             self._pieces = []
             self._fresh_at = None
-        if self.fold is not None:
-            self._show_all(self.fold.release())
+        self.settle()
         if self._log is not None:
             self._log.close()
 
@@ -235,13 +239,13 @@ class Screen:
     def full(self) -> bool:
         return any(sink.pending > FULL_BYTES for sink in self.sinks)
 
-    def streams(self, rank: int, *, log_dir: str | None, verdict: Callable[[str], Verdict]) -> tuple[Stream, Stream]:
-        """The two streams of one rank; OSError when its log files cannot be made."""
-        logs = [
-            Log(os.path.join(log_dir, f"rank-{rank}.{end}"), self.say) if log_dir else None for end in ("out", "err")
-        ]
-        out = Stream(self._out, self._prefix(rank, self._out), log=logs[0])
-        err = Stream(self._err, self._prefix(rank, self._err), log=logs[1], fold=Fold(verdict))
+    def streams(
+        self, role: str, rank: int, *, log_dir: str | None, verdict: Callable[[str], Verdict]
+    ) -> tuple[Stream, Stream]:
+        """The two streams of one process; OSError when its log files cannot be made."""
+        logs = [Log(log_path(log_dir, role, rank, end), self.say) if log_dir else None for end in ("out", "err")]
+        out = Stream(self._out, self._prefix(role, rank, self._out), log=logs[0])
+        err = Stream(self._err, self._prefix(role, rank, self._err), log=logs[1], fold=Fold(verdict))
         self._streams += [out, err]
         return out, err
 
@@ -267,8 +271,8 @@ class Screen:
         for sink in self.sinks:
             sink.end_line()
 
-    def _prefix(self, rank: int, sink: Sink) -> str:
-        text = f"[{rank:>{self._width}}]"
+    def _prefix(self, role: str, rank: int, sink: Sink) -> str:
+        text = f"[{rank:>{self._width}}]" if role == "worker" else f"[{role} {rank}]"
         return f"\x1b[{_COLORS[rank % len(_COLORS)]}m{text}\x1b[0m " if sink.color else f"{text} "
 
 
@@ -304,6 +308,11 @@ def _is_regular(fd: int) -> bool:
 def _same_file(one: int, other: int) -> bool:
     a, b = os.fstat(one), os.fstat(other)
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+
+
+def log_path(log_dir: str, role: str, rank: int, end: str) -> str:
+    """Where one stream of one process is kept: rank-0.out, server-0.err."""
+    return os.path.join(log_dir, f"{'rank' if role == 'worker' else role}-{rank}.{end}")
 
 
 def make_log_dir(path: str | None) -> None:

@@ -1,15 +1,15 @@
-"""Report: what the launcher says about the end of a run, last and once."""
+"""Report: what the launcher says about the end of a run, last and once; and of a rank lost on the way."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import socket
 from collections.abc import Sequence
 
 from . import codes
-from .child import Child, signal_name
+from .child import Child, seat_name, signal_name
+from .output import log_path
 from .tracebacks import shorten
 
 TRACEBACK_LINES = 30
@@ -18,44 +18,71 @@ TAIL_LINES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended: the launcher's exit code, the cause in one line, and what to print last."""
+    """How a run ended: the launcher's exit code, the cause in one line, what to print last, and who was lost."""
 
     code: int
     cause: str
     text: str = ""
+    lost: tuple[str, ...] = ()
 
 
-def failed(child: Child, children: Sequence[Child], *, others_ran: bool, log_dir: str | None) -> Outcome:
+def failed(
+    child: Child, children: Sequence[Child], *, others_ran: bool, parameters_lost: bool, log_dir: str | None
+) -> Outcome:
     """`child` was the first of `children` to end badly; `others_ran` when it did."""
     by_itself = child.returncode is not None and child.returncode > 0
-    who = f"rank {child.rank} (host {socket.gethostname()}, pid {child.pid})"
-    cause = f"{who} failed with {child.how}" if by_itself else f"{who} {child.how}"
+    cause = f"{_who(child)} failed with {child.how}" if by_itself else f"{_who(child)} {child.how}"
     if child.returncode == codes.ECHO_EXIT:
-        cause = f"{who} lost a rank that it needed"
+        cause = f"{_who(child)} lost a rank that it needed"
+    if parameters_lost:
+        cause += ", and its parameters are lost with it"
     others = ""
-    if len(children) > 1 and child.exception and all(other.exception == child.exception for other in children):
+    alike = [other for other in children if other.role == child.role]
+    if len(alike) > 1 and child.exception and all(other.exception == child.exception for other in alike):
         others = "; the others failed in the same way"
     elif others_ran:
         others = "; the others were stopped"
     lines = child.traceback() or (child.err.last_lines()[-TAIL_LINES:] if by_itself else [])
     shown = [f"  {line}".rstrip() for line in shorten(lines, TRACEBACK_LINES)]
     if log_dir:
-        shown.append(f"  (all it said: {os.path.join(log_dir, f'rank-{child.rank}.err')})")
+        shown.append(f"  (all it said: {log_path(log_dir, child.role, child.rank, 'err')})")
     code = codes.SCRIPT_FAILED if by_itself else codes.RANK_KILLED
     return Outcome(code=code, cause=cause, text="\n".join([f"{cause}{others}.", *shown]))
 
 
-def unstarted(rank: int, error: OSError) -> Outcome:
-    """The operating system refused to start `rank`."""
-    cause = f"rank {rank} could not be started: {error.strerror or error}"
+def lost(child: Child, step: str) -> str:
+    """`child` ended badly, at that step if it is known, and the run goes on without it."""
+    how = f"failed with {child.how}" if child.returncode is not None and child.returncode > 0 else f"was {child.how}"
+    if child.returncode == codes.ECHO_EXIT:
+        how = "lost a rank that it needed"
+    return f"{_who(child)} {how}{f' at step {step}' if step else ''}"
+
+
+def ended(lost: Sequence[str]) -> Outcome:
+    """The run ended well, perhaps without some."""
+    text = f"the run ended well; lost on the way: {'; '.join(lost)}." if lost else ""
+    return Outcome(code=codes.OK, cause="", text=text, lost=tuple(lost))
+
+
+def unstarted(role: str, rank: int, error: OSError) -> Outcome:
+    """The operating system refused to start this rank or server."""
+    cause = f"{seat_name(role, rank)} could not be started: {error.strerror or error}"
     return Outcome(code=codes.SCRIPT_FAILED, cause=cause, text=f"{cause}; the others were stopped.")
 
 
-def stopped(number: int, *, killed: Sequence[int]) -> Outcome:
-    """The run was asked to stop by signal `number`; `killed` are the ranks that had to be made to."""
-    ranks = ", ".join(map(str, sorted(set(killed))))
+def stopped(number: int, *, killed: Sequence[tuple[str, int]]) -> Outcome:
+    """The run was asked to stop by signal `number`; `killed` are the roles and ranks that had to be made to."""
     code = codes.TERMINATED
     if number in (signal.SIGINT, signal.SIGPIPE):
         code = codes.INTERRUPTED if number == signal.SIGINT else codes.OUTPUT_CLOSED
-    text = f"killed what did not stop by itself: rank {ranks}." if ranks else ""
+    names = []
+    for role, word in (("worker", "rank"), ("server", "server")):
+        numbers = sorted({rank for kind, rank in killed if kind == role})
+        if numbers:
+            names.append(f"{word} {', '.join(map(str, numbers))}")
+    text = f"killed what did not stop by itself: {' and '.join(names)}." if names else ""
     return Outcome(code=code, cause=f"stopped by {signal_name(number)}", text=text)
+
+
+def _who(child: Child) -> str:
+    return f"{child.name} (host {socket.gethostname()}, pid {child.pid})"

@@ -8,13 +8,16 @@ end.json    how it ended
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import fcntl
 import importlib.metadata
 import json
 import os
 import secrets
+import stat
 from collections.abc import Callable
+from typing import Any
 
 CONTROL = "control"
 
@@ -92,6 +95,84 @@ class RunFile:
     def _give_up(self, error: OSError) -> None:
         self._warn(f"the run directory {self.path} cannot be written: {error.strerror}; the run goes on without it")
         self.close()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """A run's directory as others read it: what was run, how it ended if it has, and whether its launcher lives."""
+
+    name: str
+    path: str
+    begun: dict[str, Any]
+    ended: dict[str, Any] | None
+    live: bool
+
+    def control(self) -> tuple[tuple[str, int], bytes]:
+        """Where a live run's coordinator listens, and the token. ValueError if others could have read or written it."""
+        path = os.path.join(self.path, CONTROL)
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="utf-8") as file:
+                facts = os.fstat(file.fileno())
+                if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+                    whose = f"uid {facts.st_uid}, mode {stat.S_IMODE(facts.st_mode):04o}"
+                    raise ValueError(f"{path} is not this user's alone ({whose}), so it is not used: chmod 600 {path}")
+                told = json.load(file)
+            return (str(told["host"]), int(told["port"])), bytes.fromhex(told["token"])
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as problem:
+            raise ValueError(f"run {self.name!r} cannot be reached through {path}: {problem}") from None
+
+
+def find(name: str, directory: str | None = None) -> Found:
+    """The run of that name, or the one in `directory`; ValueError names the live runs if there is none."""
+    path = os.path.abspath(directory) if directory else os.path.join(_home(), name)
+    begun = _read(os.path.join(path, "run.json")) if directory or _plain(name) else None
+    if begun is None:
+        where = f" in {path}" if directory else ""
+        raise ValueError(f"there is no run {name!r}{where}; {live_runs()}")
+    if directory and begun.get("name") != name:
+        raise ValueError(f"the run in {path} is {begun.get('name')!r}, not {name!r}")
+    return Found(name=name, path=path, begun=begun, ended=_read(os.path.join(path, "end.json")), live=_is_live(path))
+
+
+def live_runs() -> str:
+    """The runs that can be joined or asked now, in words."""
+    with contextlib.suppress(OSError):
+        folders = sorted(os.listdir(_home()))
+        names = [name for name in folders if os.path.exists(os.path.join(_home(), name, CONTROL))]
+        if names:
+            return f"live runs: {', '.join(names)}"
+    return "no run is live"
+
+
+def _plain(name: str) -> bool:
+    """Whether this is the name of a folder, and no way out of ours."""
+    return name not in ("", ".", "..") and os.sep not in name and "\0" not in name
+
+
+def _is_live(path: str) -> bool:
+    """Whether a launcher holds the directory's lock. Where there are no locks, `control` tells."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return os.path.exists(os.path.join(path, CONTROL))
+    finally:
+        os.close(fd)
+
+
+def _read(path: str) -> dict[str, Any] | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            facts = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) else None
 
 
 def _home() -> str:

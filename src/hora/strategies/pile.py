@@ -14,6 +14,7 @@ class Pile:
     def __init__(self) -> None:
         self.weight = self.expected = 1.0  # of the next backward
         self.total = self.total_expected = 0.0  # of those since the last exchange
+        self.count = 0  # how many they are
         self._mark: tuple[torch.Tensor, weakref.ref[torch.Tensor], int] | None = None  # a gradient, as it was left
 
     def __bool__(self) -> bool:
@@ -23,6 +24,7 @@ class Pile:
         """A backward has come on top."""
         self.total += self.weight
         self.total_expected += self.expected
+        self.count += 1
 
     def mark(self, parameters: Iterable[torch.Tensor]) -> None:
         """Remembers one gradient of the pile, so that it is noticed if the user clears it."""
@@ -42,4 +44,5 @@ class Pile:
 
     def clear(self) -> None:
         self.total = self.total_expected = 0.0
+        self.count = 0
         self._mark = None

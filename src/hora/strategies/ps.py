@@ -1,4 +1,4 @@
-"""The parameter server: the servers hold the parameters and update them, the workers push gradients and pull results."""
+"""The parameter server: servers hold the parameters and update them; workers push gradients and pull the result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from .base import Strategy
 
 if TYPE_CHECKING:
     from ..roster import Roster
+    from ..server.state import Rules
     from .sync import Sync
 
 MODES = ("sync", "async", "ssp")
 CORRECTIONS = ("none", "scale", "dc")
 BLOCK_BYTES = 1 << 20
 STALENESS = 3
+DC_LAMBDA = 0.04
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,13 +56,20 @@ class PS(Strategy):
         if self.mode == "sync":
             for name in ("correct", "prefetch"):
                 if getattr(self, name) not in ("none", False):
-                    raise ValueError(f"{name} has no effect with mode=sync, where no gradient is late; use async or ssp")
+                    raise ValueError(
+                        f"{name} has no effect with mode=sync, where no gradient is late; use async or ssp"
+                    )
         if self.staleness is not None and self.staleness < 0:
             raise ValueError(f"staleness takes a number of steps, 0 or more, not {self.staleness}")
         if self.sync_every is not None and self.sync_every < 1:
             raise ValueError(f"sync_every takes a number of steps, 1 or more, not {self.sync_every}")
         if self.sync_every is not None and self.prefetch:
             raise ValueError("prefetch=true would read past the synchronisation of sync_every; leave one of them out")
+        if self.prefetch and self.correct == "dc":
+            raise ValueError(
+                "correct=dc needs the parameters that a gradient is based on, and prefetch=true reads newer ones "
+                "before it is pushed; leave one of them out"
+            )
         if self.backup < 0:
             raise ValueError(f"backup takes a number of workers, 0 or more, not {self.backup}")
         if self.dc_lambda is not None and self.correct != "dc":
@@ -88,10 +97,19 @@ class PS(Strategy):
     def leased(self) -> bool:
         return self.mode != "sync"
 
-    @property
-    def bound(self) -> int:
-        """How many steps ahead of the slowest a worker may be under ssp."""
-        return STALENESS if self.staleness is None else self.staleness
+    def rules(self) -> Rules:
+        """What the servers must know of this."""
+        from ..server.state import Rules
+
+        return Rules(
+            mode=self.mode,
+            staleness=STALENESS if self.staleness is None else self.staleness,
+            sync_every=self.sync_every,
+            backup=self.backup,
+            correct=self.correct,
+            dc_lambda=DC_LAMBDA if self.dc_lambda is None else self.dc_lambda,
+            clip_norm=self.clip_norm if self.mode == "sync" else None,  # else the worker itself has the whole gradient
+        )
 
     def sync(self, roster: Roster) -> Sync:
         from .served import Served

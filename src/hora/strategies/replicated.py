@@ -32,6 +32,7 @@ from .couriers import Courier, Culprits
 from .pile import Pile
 from .states import collect, load
 from .sync import Halt, Snapshot, Sync, Verdict
+from .watching import Watching
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +49,11 @@ class _Armed:
     late: set[int]
 
 
-class Replicated(Sync):
+class Replicated(Watching, Sync):
     keep = True
 
     def __init__(self, roster: Roster, strategy: AllReduce) -> None:
-        super().__init__(roster)
+        Sync.__init__(self, roster)
         self.strategy = strategy
         self._backward = Backward(roster.parameters, roster.names, self)
         self._courier: Courier | None = None
@@ -129,11 +130,8 @@ class Replicated(Sync):
             self._disarm()
 
     def after_forward(self, output: Any) -> None:
-        if self.group is None or not torch.is_grad_enabled():
-            return
-        for tensor in _tensors(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(self._begin_backward)
+        if self.group is not None:
+            super().after_forward(output)
 
     def _begin_backward(self, _: torch.Tensor) -> None:
         if self.group is not None:
@@ -481,7 +479,7 @@ class Replicated(Sync):
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, complete: bool = True) -> Snapshot:
         roster = self.roster
         roster.refresh_buffers()
         parameters = {name: p.detach() for name, p in zip(roster.names, roster.parameters, strict=True)}
@@ -505,14 +503,3 @@ class Replicated(Sync):
     @property
     def _group(self) -> Group:
         return cast(Group, self.group)
-
-
-def _tensors(output: Any) -> Iterable[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors(value)

@@ -28,20 +28,17 @@ from torch.autograd.graph import increment_version
 from .. import checkpoint, letters
 from ..collectives.base import Group
 from ..errors import HoraError, OutOfMemory
-from ..lanes import CUT_BYTES, Lane, even_lanes, flatten, is_dense
+from ..lanes import CUT_BYTES, ELEMENTWISE, Lane, even_lanes, flatten, is_dense, laid
 from ..roster import Roster
 from .allreduce import AllReduce
 from .guard import Guard
 from .replicated import Replicated
+from .states import cut, put
 from .sync import Snapshot
 
 log = logging.getLogger(__name__)
 
 ALIGN_BYTES = 128
-ELEMENTWISE = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop,
-    torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop,
-)  # fmt: skip
 
 
 class Sharded(Replicated):
@@ -266,7 +263,7 @@ class Sharded(Replicated):
             parameter = self.roster.parameters[index]
             kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
         for (dtype, device), members in kinds.items():
-            pieces = [_laid(p)[lane.start : lane.stop]
+            pieces = [laid(p)[lane.start : lane.stop]
                       for p, lane in ((self.roster.parameters[i], self._mine(i)) for i in members) if lane]  # fmt: skip
             mine = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=device)
             parts = self._group.all_gather(mine, name="updated shares")
@@ -318,11 +315,11 @@ class Sharded(Replicated):
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, complete: bool = True) -> Snapshot:
         """Optimizer state of all shares comes together on rank 0; the others' snapshots hold their own share's."""
         if self.group is None:
-            return super().snapshot()
-        found = super().snapshot()
+            return super().snapshot(complete)
+        found = super().snapshot(complete)
         plain, tensors = checkpoint.encode(found.states)
         data = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
         parts = self.home.gather(letters.pack(msgspec.msgpack.encode([plain, data])), name="optimizer state")
@@ -345,13 +342,8 @@ class Sharded(Replicated):
         """Rank `rank`'s share of one parameter's state into its place."""
         parameter = self.roster.parameters[index]
         lane = next((lane for lane in self._lanes_of[index] if lane.owner == rank), None)
-        for key, value in share.items():
-            if lane is None or not isinstance(value, torch.Tensor) or not _is_slice(value, lane, parameter):
-                whole.setdefault(key, value)
-                continue
-            if key not in whole:
-                whole[key] = torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False)
-            flatten(whole[key])[lane.start : lane.stop] = value
+        start, stop = (lane.start, lane.stop) if lane is not None else (0, parameter.numel())
+        put(whole, share, parameter, start, stop)
 
     def _fitting(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
         if self.group is None:
@@ -359,14 +351,7 @@ class Sharded(Replicated):
         lane, parameter = self._mine(index), self.roster.parameters[index]
         if lane is None:
             return {}
-        if len(self._lanes_of[index]) == 1:
-            return state
-        return {
-            key: _slice_of(value, parameter, lane)
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            else value
-            for key, value in state.items()
-        }
+        return cut(state, parameter, lane.start, lane.stop)
 
     def load_states(self, states: list[dict[str, dict[str, Any]]]) -> None:
         super().load_states(states)
@@ -392,20 +377,5 @@ def _lay(room: torch.Tensor, members: Iterable[torch.nn.Parameter]) -> None:
         parameter.data = typed.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
 
 
-def _laid(parameter: torch.Tensor) -> torch.Tensor:
-    """Its elements as a vector: in the order of its memory, a view, if they fill it; else in its own order, a copy."""
-    return flatten(parameter.detach()) if is_dense(parameter) else parameter.detach().reshape(-1)
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _slice_of(value: torch.Tensor, parameter: torch.Tensor, lane: Lane) -> torch.Tensor:
-    """That stretch of it, in the order in which the parameter lies in memory."""
-    laid = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-    return flatten(laid)[lane.start : lane.stop].clone()
-
-
-def _is_slice(value: torch.Tensor, lane: Lane, parameter: torch.Tensor) -> bool:
-    return value.dim() == 1 and value.numel() == lane.stop - lane.start != parameter.numel()

@@ -10,6 +10,7 @@ The seam between the training loop, as PyTorch's hooks see it, and the architect
     open_step(optimizer)          the optimizer is about to write
     after_step(optimizer)         the optimizer is done
     absent_step()                 the others have a backward that synchronises, this worker has no samples for it
+    enter_loop(), leave_loop()    the user's code begins or ends to iterate a training loader
     snapshot()                    collective: complete parameters, buffers and optimizer state of one step
     unbind(), close()
 
@@ -31,6 +32,7 @@ from ..buckets import Bucket
 from ..collectives.base import Group
 from ..errors import HoraError
 from ..roster import Roster
+from ..server.access import Access
 
 
 @dataclasses.dataclass
@@ -72,11 +74,14 @@ class Sync(abc.ABC):
     """One worker's side. `weigh` and the attributes below are the training loop's words to it."""
 
     together = False  # whether a step needs every worker, so that it is taken by all or by none
+    lockstep = True  # whether workers take the same steps; else each goes its own way
+    jumped = 0  # steps of the others that this worker has missed with its last one
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
         self.group: Group | None = None  # the gradients' own; ended early when a worker leaves its loop
         self.home: Group  # the job's, which outlives it
+        self.access: Access  # to the servers, where the strategy has any
         self.traffic = Traffic()
         self.silent = False  # inside job.accumulate()
         self.stop_wanted = False
@@ -118,6 +123,25 @@ class Sync(abc.ABC):
     def rescaled(self) -> None:
         """A scaler has changed the gradients, as it should."""
 
+    def combine(self, found: Iterable[torch.Tensor]) -> None:
+        """A scaler has looked for infinities, device by device. Nothing to do where gradients are means already."""
+
+    def begin_batch(self, loop: int, batch: int, present: int) -> None:
+        """The next backwards are of this batch, in which so many workers have samples."""
+
+    def is_past(self, loop: int, batch: int) -> bool:
+        """Whether the others have gone on from this batch without this worker."""
+        return False
+
+    def enter_loop(self) -> None:
+        """This worker begins to train."""
+
+    def leave_loop(self) -> None:
+        """It has left its loop. May block, to wait for what is still on its way."""
+
+    def linger(self) -> None:
+        """After this worker has left the run: it stays as long as others need something of it."""
+
     @abc.abstractmethod
     def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
 
@@ -132,7 +156,8 @@ class Sync(abc.ABC):
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor: ...
 
     @abc.abstractmethod
-    def snapshot(self) -> Snapshot: ...
+    def snapshot(self, complete: bool = True) -> Snapshot:
+        """Where this worker's is not to be `complete`, it may lack the optimizers' state."""
 
     @abc.abstractmethod
     def load_states(self, states: list[dict[str, dict[str, Any]]]) -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .loop import Training
+from .loop import Training, several
 
-__all__ = ["Training"]
+__all__ = ["Training", "several"]

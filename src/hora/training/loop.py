@@ -24,6 +24,7 @@ from ..coordinator import Control
 from ..data import Portion, Shard
 from ..errors import HoraError
 from ..roster import Roster
+from ..server.access import Access
 from ..strategies import Strategy
 from ..strategies.sync import Halt, Sync
 from .farewell import Farewell
@@ -32,6 +33,7 @@ from .orders import Orders, is_enabled
 
 log = logging.getLogger(__name__)
 
+NOTE_S = 0.2
 REASON_S = 1.0  # how long the reason of a stop may take to arrive
 
 Optimizer = torch.optim.Optimizer
@@ -48,13 +50,23 @@ class Held(NamedTuple):
 class Training:
     """One worker's training: hooks, steps, samples, stopping. `prepare` may be called once."""
 
-    def __init__(self, group: Group, control: Control, strategy: Strategy, on_nonfinite: str | None = None) -> None:
-        self.rank = group.rank
-        self.size = group.size
+    def __init__(
+        self,
+        group: Group,
+        control: Control,
+        strategy: Strategy,
+        on_nonfinite: str | None = None,
+        access: Access | None = None,
+    ) -> None:
+        """`access` is to the servers, where the strategy uses any; it also knows who a worker is that has joined later,
+        whose group is itself alone."""
+        self.rank = access.rank if access is not None else group.rank
+        self.size = access.size if access is not None else group.size
         self.step = 0
         self.num_samples = 0
         self.max_steps: int | None = None
         self.stop_reason: Callable[[], str | None] = lambda: None  # as the coordinator told it
+        self.access = access
         self.sync: Sync | None = None
         self.models: list[torch.nn.Module] = []
         self.optimizers: list[Optimizer] = []
@@ -78,7 +90,10 @@ class Training:
         self._taken = False
         self._unfinished: int | None = None  # a loop that this worker left before its end
         self._num_runs = 0
+        self._num_epochs = 0
+        self._noted_at = 0.0
         self._loops: dict[int, int] = {}  # loops of this worker that are open: by loader's id
+        self._together = False  # whether the workers step together, so that one that leaves is missed
         self._farewell = Farewell(group, control)
         self._orders: Orders | None = None
         self._handles: list[Any] = []
@@ -88,9 +103,9 @@ class Training:
     def prepare(self, model: Any, optimizer: Any, scheduler: Any = None, scaler: Any = None) -> None:
         if self.sync is not None:
             raise HoraError("job.prepare() was called before: call it once, with lists where there are several")
-        self.models = _several("model", model, torch.nn.Module)
-        self.optimizers = _several("optimizer", optimizer, Optimizer)
-        self.schedulers = _several("scheduler", scheduler, object) if scheduler is not None else []
+        self.models = several("model", model, torch.nn.Module)
+        self.optimizers = several("optimizer", optimizer, Optimizer)
+        self.schedulers = several("scheduler", scheduler, object) if scheduler is not None else []
         self.scaler = scaler
         roster = Roster(self.models, self.optimizers)
         sync = self._strategy.sync(roster)
@@ -98,17 +113,21 @@ class Training:
         if sync.on_nonfinite == "skip" and is_enabled(scaler):
             sync.on_nonfinite = "poison"
         sync.before_exchange = self._before_exchange
-        if self.size > 1:
+        if self.access is not None:
+            sync.access = self.access
+        self._together = self.size > 1 and sync.lockstep
+        if self._together:
             self._control.listen(self._farewell.hear)  # now: somebody may leave a loop before we are in one
         self._farewell.sync = sync
         sync.bind(self._group)
         self.sync = sync
         self._orders = Orders(sync, self.models, self.optimizers, self.schedulers, scaler)
         self.infinite = {name for name, buffer in roster.buffers.items() if not bool(torch.isfinite(buffer).all())}
-        if self.size > 1 and is_enabled(scaler):
+        watched = self.size > 1 or self._strategy.uses_servers
+        if watched and is_enabled(scaler):
             self._heed(scaler, sync)
         memory.keep()
-        if self.size > 1:
+        if watched:
             before, after = Hook(lambda *_: sync.before_forward()), Hook(lambda _m, _i, out: sync.after_forward(out))
             for each in self.models:
                 self._handles += [each.register_forward_pre_hook(before), each.register_forward_hook(after)]
@@ -123,6 +142,7 @@ class Training:
 
         def unscale_and_tell(*args: Any, **kwargs: Any) -> Any:
             found = unscale(*args, **kwargs)
+            sync.combine(found.values())
             sync.rescaled()
             return found
 
@@ -171,6 +191,7 @@ class Training:
         if self._taken:
             try:
                 self._open_step(optimizer)
+                self._taken = not self.sync.verdict.skipped
             except Halt as halt:
                 self._taken = False
                 self._halt(halt)
@@ -203,11 +224,19 @@ class Training:
         self.sync.after_step(optimizer)
         found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer, which then skips
         if optimizer is self.optimizers[0] and not (found_inf is not None and bool(found_inf)):
-            self.step += 1
+            self.step += 1 + self.sync.jumped
             self._farewell.step = self.step
+            self._note_step()
             for loader, portion, _ in self._held.values():  # now, so that a checkpoint after this does not repeat them
                 if loader.ledger is not None:
                     loader.ledger.done(portion)
+
+    def _note_step(self) -> None:
+        """Now and then, so that whoever reports this worker's end can say how far it came."""
+        now = time.monotonic()
+        if now - self._noted_at >= NOTE_S and self._strategy.elastic:
+            self._noted_at = now
+            self._control.note(f"step/{self.rank}", str(self.step).encode())
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -228,7 +257,7 @@ class Training:
         if self.sync is None:
             raise HoraError("job.weight() comes after job.prepare()")
         portion = next((held.portion for held in reversed(self._held.values())), None)
-        per_worker = portion.total / self.size if portion is not None else 1.0
+        per_worker = portion.total / portion.size if portion is not None else 1.0
         expected = portion.mine / per_worker if portion is not None else 1.0
         self.sync.weigh(count / per_worker, expected)
 
@@ -251,6 +280,22 @@ class Training:
     def epoch(self) -> int | None:
         return self.current_epoch
 
+    def last_epoch(self) -> bool:
+        """Whether no other comes after this one, as far as is known."""
+        return self.current_epoch is None or self.current_epoch >= self._num_epochs - 1
+
+    def begin_at(self, epoch: int) -> None:
+        """`epochs` goes on from there."""
+        self._first_epoch = epoch
+
+    def idle(self, waiting: bool) -> None:
+        """This worker waits for samples that others may give back, or has them: meanwhile nobody counts on it."""
+        if self.sync is not None and self._loops:
+            if waiting:
+                self.sync.leave_loop()
+            else:
+                self.sync.enter_loop()
+
     def training(self, loader: Shard | None = None) -> bool:
         """Whether this loop trains; without a loader, whether one that begins now would."""
         if loader is not None:
@@ -266,6 +311,8 @@ class Training:
         self._farewell.mourn()
         if self.sync is not None and (self.sync.halted or self.sync.verdict.stop):
             self._stopping = True
+        if self.sync is not None and not self.sync.lockstep and self.stop_reason() is not None:
+            self._stopping = True  # each after a step of its own: nobody waits for anybody
         if self._stopping:
             self._tell_why()
         return self._stopping or self._broke
@@ -278,6 +325,8 @@ class Training:
     def _train(self, loader: Shard) -> None:
         assert self.sync is not None
         self.sync.loop += 1
+        if not self._loops:
+            self.sync.enter_loop()
         self._loops[id(loader)] = self.sync.loop
         self._leader = loader
 
@@ -300,8 +349,12 @@ class Training:
         followed = self.training(loader) and not portion.whole and not self._attended()
         self._held[id(loader)] = Held(loader, portion, followed)  # the newest last
         self.num_samples += portion.total
-        weight = portion.mine * self.size / portion.total
-        self.sync.weigh(weight, weight)
+        self.sync.weigh(portion.weight, portion.weight)
+        self.sync.begin_batch(self.sync.loop, portion.batch, portion.present)
+
+    def passes(self, loader: Shard, portion: Portion) -> bool:
+        """Whether the others are past this batch, so that this worker, which was late, leaves it out."""
+        return self.sync is not None and self.training(loader) and self.sync.is_past(self.sync.loop, portion.batch)
 
     def finish(self, loader: Shard, portion: Portion) -> None:
         if id(loader) in self._held and self._held[id(loader)].followed:
@@ -335,7 +388,10 @@ class Training:
         loop = self._loops.pop(id(loader), None)
         self._held.pop(id(loader), None)
         self._broke = False
-        if loop is not None and self.size > 1:
+        if loop is not None and not self._loops:
+            assert self.sync is not None
+            self.sync.leave_loop()
+        if loop is not None and self._together:
             alone = held is not None and not held.followed
             if not finished and not self._stopping:
                 self._unfinished = loop
@@ -397,12 +453,13 @@ class Training:
     def stop(self, reason: str) -> None:
         """All workers leave their loops after the same step: the next one that they exchange gradients for."""
         self._control.stop(reason)
-        if self.size == 1 or self.sync is None:
+        if self.sync is None or not self._together:
             self._stopping = True
         else:
             self.sync.stop_wanted = True
 
     def epochs(self, count: int) -> Iterator[int]:
+        self._num_epochs = count
         self._num_runs += 1
         run = self._farewell.run = self._num_runs
         finished = False
@@ -419,7 +476,7 @@ class Training:
         finally:
             self.current_epoch = None
             self._first_epoch = self._farewell.run = 0
-            if not finished and not self._stopping and self.size > 1 and self.sync is not None:
+            if not finished and not self._stopping and self._together:
                 self._farewell.quit(run)
 
     def next_epoch(self) -> int:
@@ -430,8 +487,13 @@ class Training:
 
     def depart(self) -> None:
         """This worker exchanges no gradients until the others have come here too, out of their loops."""
-        if self.sync is not None and self.size > 1:
+        if self._together:
             self._farewell.meet()
+
+    def linger(self) -> None:
+        """After this worker has left the run."""
+        if self.sync is not None:
+            self.sync.linger()
 
     @property
     def shards(self) -> list[Shard]:
@@ -480,7 +542,7 @@ class Training:
         self._farewell.check()
 
 
-def _several(what: str, given: Any, kind: type) -> list[Any]:
+def several(what: str, given: Any, kind: type) -> list[Any]:
     those = list(given) if isinstance(given, list | tuple) else [given]
     for each in those:
         if not isinstance(each, kind):

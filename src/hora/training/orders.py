@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .. import checkpoint, letters
+from .. import checkpoint, hyper, letters
 from ..strategies.sync import Sync
 
 Optimizer = torch.optim.Optimizer
@@ -36,7 +36,7 @@ class Orders:
         return {"kind": "clip", "indices": indices, "max_norm": max_norm, "norm_type": norm_type}
 
     def step(self, optimizer: Optimizer) -> dict[str, Any]:
-        return {"kind": "step", "optimizer": self._optimizers.index(optimizer), "groups": self._hyper()}
+        return {"kind": "step", "optimizer": self._optimizers.index(optimizer), "groups": hyper.read(self._optimizers)}
 
     def leave(self) -> dict[str, Any]:
         return {"kind": "leave"}
@@ -45,7 +45,7 @@ class Orders:
         """With what the batch has left behind on this worker."""
         return {
             "kind": "end",
-            "groups": self._hyper(),
+            "groups": hyper.read(self._optimizers),
             "schedulers": [_spelled(scheduler.state_dict()) for scheduler in self._schedulers],
             "scaler": self._scaler.state_dict() if is_enabled(self._scaler) else {},
             "modes": [model.training for model in self._models],
@@ -65,7 +65,7 @@ class Orders:
             parameters = [self._sync.roster.parameters[index] for index in order["indices"]]
             self._sync.clip(parameters, order["max_norm"], order["norm_type"])
         elif order["kind"] == "step":
-            self._adopt(order["groups"])
+            hyper.adopt(self._optimizers, order["groups"])
             optimizer = self._optimizers[order["optimizer"]]
             optimizer.step()
             optimizer.zero_grad()
@@ -76,7 +76,7 @@ class Orders:
         return True
 
     def _stand_as(self, order: dict[str, Any]) -> None:
-        self._adopt(order["groups"])
+        hyper.adopt(self._optimizers, order["groups"])
         for scheduler, (plain, tensors) in zip(self._schedulers, order["schedulers"], strict=True):
             named = {name: torch.tensor(values) for name, values in tensors.items()}
             scheduler.load_state_dict(checkpoint.decode(plain, named))
@@ -88,22 +88,6 @@ class Orders:
         if order["cleared"]:
             for parameter in self._sync.roster.parameters:
                 parameter.grad = None
-
-    def _hyper(self) -> list[list[dict[str, Any]]]:
-        """The hyper-parameters of all groups of all optimizers: numbers and pairs of them."""
-        return [
-            [{key: _plain(value) for key, value in group.items() if _is_plain(value)} for group in each.param_groups]
-            for each in self._optimizers
-        ]
-
-    def _adopt(self, groups: list[list[dict[str, Any]]]) -> None:
-        for optimizer, theirs in zip(self._optimizers, groups, strict=True):
-            for group, values in zip(optimizer.param_groups, theirs, strict=True):
-                for key, value in values.items():
-                    if isinstance(group.get(key), torch.Tensor):
-                        group[key].fill_(value)
-                    else:
-                        group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def is_enabled(scaler: Any) -> bool:
@@ -120,15 +104,3 @@ def _is_clear(grad: torch.Tensor | None) -> bool:
     if grad is None:
         return True
     return grad._nnz() == 0 if grad.layout is torch.sparse_coo else not bool(grad.any())
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(isinstance(part, bool | int | float) for part in value)
-    return isinstance(value, bool | int | float | str | type(None) | torch.Tensor) and (
-        not isinstance(value, torch.Tensor) or value.numel() == 1
-    )
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value

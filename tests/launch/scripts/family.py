@@ -22,7 +22,8 @@ if __name__ == "__main__":
             os._exit(0)
         print("daemon", flush=True)
         time.sleep(60)
-    print("ready", os.environ["HORA_CONTROL"], flush=True)
+    # One write: the children write to the same pipe.
+    print(f"ready {os.environ['HORA_CONTROL']}\n", end="", flush=True)
     if "end" in sys.argv:
         time.sleep(0.5)
         os._exit(0)

@@ -1,0 +1,85 @@
+"""Servers: how many there are when `--servers` does not say, from what this machine's memory takes just then.
+
+In one step each of n workers copies its S bytes of gradients in and S bytes of parameters out, and each of k servers
+updates its share for every worker, n·S/k bytes:
+
+    a worker   S · c_w         c_w: two copies of a byte, in and out
+    a server   n · S/k · c_s   c_s: one update of a byte: gradient and parameter are read, the parameter is written
+
+The servers do not hold the workers up when n · S/k · c_s <= S · c_w. S cancels, so the smallest such number is
+
+    k = ceil(n · c_s / c_w), at least 1, and at most the cores that n workers leave
+
+Copies are timed as libc's memcpy, an update as its memcmp (which reads two streams) and memset (which writes one), on
+buffers of 16 MB: about 30 ms in all. The optimizer's own arithmetic and state are left out of it, since the launcher
+knows neither the model nor the optimizer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable
+
+SAMPLE_BYTES = 16 << 20
+REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What one byte of the model costs in one step, in nanoseconds."""
+
+    worker_ns: float
+    server_ns: float
+
+
+def measure() -> Costs:
+    """Times this machine's memory; the best of a few repeats, since whatever else runs can only add."""
+    kind = ctypes.c_char * SAMPLE_BYTES
+    one, other = bytearray(SAMPLE_BYTES), bytearray(SAMPLE_BYTES)
+    here, there = (ctypes.addressof(kind.from_buffer(buffer)) for buffer in (one, other))
+    compare = ctypes.CDLL(None).memcmp
+    compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    for address in (here, there):
+        ctypes.memset(address, 1, SAMPLE_BYTES)  # the first touch is the kernel's price; and alike, memcmp reads it all
+    copy = _best(lambda: ctypes.memmove(here, there, SAMPLE_BYTES))
+    read = _best(lambda: compare(here, there, SAMPLE_BYTES))
+    write = _best(lambda: ctypes.memset(there, 1, SAMPLE_BYTES))
+    return Costs(worker_ns=2 * copy, server_ns=read + write)
+
+
+def _best(work: Callable[[], object]) -> float:
+    """Nanoseconds per byte."""
+    took = []
+    for _ in range(REPEATS):
+        started_at = time.perf_counter_ns()
+        work()
+        took.append(time.perf_counter_ns() - started_at)
+    return max(1, min(took)) / SAMPLE_BYTES
+
+
+def default(workers: int, cores: int, costs: Costs) -> tuple[int, str]:
+    """The number of servers for so many workers, and why, in one line."""
+    needed = math.ceil(workers * costs.server_ns / costs.worker_ns)
+    left = max(1, cores - workers)
+    count = max(1, min(needed, left))
+    why = (
+        f"{_count(count, 'server')} for {_count(workers, 'worker')}: a push-pull costs a worker {costs.worker_ns:.3f} "
+        f"ns/byte here, its update a server {costs.server_ns:.3f}, so ⌈{workers} × {costs.server_ns:.3f} / "
+        f"{costs.worker_ns:.3f}⌉ = {needed} would keep up"
+    )
+    if needed > left:
+        spare = max(0, cores - workers)
+        why += f", and of {_count(cores, 'core')} the workers leave {spare}"
+    return count, f"{why}; --servers N to choose"
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

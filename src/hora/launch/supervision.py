@@ -1,0 +1,473 @@
+"""Supervision: the loop that starts the processes of a launch, watches over them, and sees them to their end.
+
+One loop waits for everything at once: the ends of processes, their output, room on our own output, signals, and the
+next deadline. What it promises:
+
+    a rank fails       the others are told why at once, have 1 s to end by themselves, get SIGTERM, at 2 s SIGKILL;
+                       if the strategy is elastic and another worker is left, they are told and the run goes on
+    a server fails     the run ends as above, since its parameters are lost with it
+    workers are done   servers end by themselves; 10 s later they get SIGTERM, 2 s after that SIGKILL
+    Ctrl-C, SIGTERM    each rank's main process gets the same; 1.5 s later the groups get SIGTERM, at 2.3 s SIGKILL
+    again              SIGKILL at once
+    our reader leaves  as SIGTERM
+    we are killed      the guardian ends the run
+
+In each case, and after a good end too, no process that carries this run's HORA_RUN is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import selectors
+import signal
+import time
+from collections import deque
+from typing import Protocol
+
+from hora.strategies import parse
+
+from . import report
+from .child import Child, signal_name
+from .config import RunConfig
+from .guardian import Guardian, sweep
+from .identity import Crew, Seat, environment, token_descriptor
+from .output import Screen
+from .report import Outcome
+from .runfile import RunFile
+from .tracebacks import Verdict, exception_of
+from .wake import STOPPING, Wake
+
+REACT_S = 1.0
+"""After the first failure: how long the others may react by themselves before SIGTERM."""
+
+FAILED_KILL_S = 2.0
+"""After the first failure: when SIGKILL goes to whoever is left."""
+
+ASKED_TERM_S = 1.5
+ASKED_KILL_S = 2.3
+"""After Ctrl-C or SIGTERM: when the groups get SIGTERM, and when SIGKILL."""
+
+GIVE_UP_S = 5.0
+"""After SIGKILL: how long the launcher waits for a process that the kernel does not let go."""
+
+SERVER_TERM_S = 10.0
+SERVER_KILL_S = 12.0
+"""After the last worker's end: when a server that is still there gets SIGTERM, and when SIGKILL."""
+
+LOOK_S = 0.1
+"""How often the launcher looks for the end of workers that joined from elsewhere, once its own have ended."""
+
+DRAIN_S = 0.4
+"""How long a pipe may stay open after the last rank's end: someone outside the run may hold it."""
+
+
+class Desk(Protocol):
+    """What a launcher asks of the coordinator and tells it: its own Service, or a line to another launcher's."""
+
+    address: tuple[str, int]
+
+    @property
+    def formed(self) -> bool: ...
+
+    def report_death(self, rank: int, reason: str, role: str = "worker") -> None: ...
+
+    def report_exit(self, rank: int, role: str = "worker") -> None: ...
+
+    def joined(self) -> dict[int, str]: ...
+
+    def values(self, prefix: str) -> dict[str, bytes]: ...
+
+    def views(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """All that a launch works with. `run_id` marks every process that it starts."""
+
+    config: RunConfig
+    crew: Crew
+    run_id: str
+    token: bytes
+    desk: Desk
+    record: RunFile
+    screen: Screen
+    wake: Wake
+
+
+class Launch:
+    """The processes that one launcher starts and the loop over them."""
+
+    def __init__(self, stage: Stage, scratch: str, guardian: Guardian) -> None:
+        self._stage = stage
+        self._config = stage.config
+        self._desk = stage.desk
+        self._scratch = scratch
+        self._guardian = guardian
+        self._screen = stage.screen
+        self._wake = wake = stage.wake
+        self._seats = stage.crew.seats
+        self._children: list[Child] = []
+        self._cause: Child | None = None
+        self._echo: Child | None = None
+        self._lost: list[tuple[Child, str]] = []
+        self._unstarted: tuple[Seat, OSError] | None = None
+        self._others_ran = False
+        self._asked: int | None = None
+        self._killed: list[Seat] = []
+        self._overdue: deque[tuple[float, int]] | None = None
+        self._dismissed: set[Child] = set()
+        self._plan: deque[tuple[float, int | None]] = deque()
+        self._gave_up = False
+        self._reading = True
+        self._ending = False
+        self._selector = selectors.PollSelector()  # poll, unlike epoll, takes regular files: our stdout may be one
+        self._selector.register(wake.fd, selectors.EVENT_READ, None)
+        self._guardian_fd = self._watch_guardian()
+
+    def supervise(self) -> Outcome:
+        """Starts the processes and returns when none of them, and nothing that they started, is left."""
+        try:
+            for seat in self._seats:
+                self._turn(at_once=True)
+                if self._stopping:
+                    break
+                self._start(seat)
+            while (self._running() or (self._guests() and not self._stopping)) and not self._gave_up:
+                self._turn()
+        finally:
+            self._end()
+        return self._outcome()
+
+    def flush(self) -> None:
+        """Writes what is queued for our own output. A reader may take its time, but a signal ends its patience."""
+        deadline = time.monotonic() + DRAIN_S if self._asked is not None else None
+        while sinks := [sink for sink in self._screen.sinks if sink.pending]:
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+            with selectors.PollSelector() as selector:
+                selector.register(self._wake.fd, selectors.EVENT_READ, None)
+                for sink in sinks:
+                    selector.register(sink.fd, selectors.EVENT_WRITE, sink)
+                for key, _ in selector.select(None if deadline is None else deadline - time.monotonic()):
+                    if key.data is not None:
+                        key.data.write_some()
+                    elif set(self._wake.read()) & set(STOPPING):
+                        deadline = time.monotonic()
+
+    # -- one turn of the loop ------------------------------------------------------------------------------------
+
+    def _turn(self, *, at_once: bool = False, until: float | None = None) -> None:
+        self._watch_output()
+        plans = [plan[0][0] for plan in (self._plan, self._overdue) if plan]
+        dues = [due for due in (self._screen.due, until, *plans) if due is not None]
+        if not self._running("worker") and self._guests():
+            dues.append(time.monotonic() + LOOK_S)
+        timeout = max(0.0, min(dues) - time.monotonic()) if dues else None
+        ready = self._selector.select(0.0 if at_once else timeout)
+        now = time.monotonic()
+        for key, _ in ready:
+            if key.fd == self._wake.fd:
+                for number in self._wake.read():
+                    if number in STOPPING:
+                        self._ask(number, now)
+            elif key.fd == self._guardian_fd:
+                self._mourn_guardian()
+            elif key.events & selectors.EVENT_WRITE:
+                key.data.write_some()
+            elif isinstance(key.data, Child) and key.fd in key.data.pipes and key.data.read(key.fd, now) is False:
+                self._close_pipe(key.data, key.fd)
+        if any(sink.gone for sink in self._screen.sinks) and not self._stopping:
+            self._ask(signal.SIGPIPE, now)
+        if any(key.data is None for key, _ in ready):
+            self._judge(now)
+        self._escalate(now)
+        self._dismiss(now)
+        self._screen.tick(now)
+
+    def _watch_output(self) -> None:
+        """Waits for room on our output while something is queued; reads the ranks only while the queue is short."""
+        for sink in self._screen.sinks:
+            watched = sink.fd in self._selector.get_map()
+            if sink.pending and not watched:
+                self._selector.register(sink.fd, selectors.EVENT_WRITE, sink)
+            elif watched and not sink.pending:
+                self._selector.unregister(sink.fd)
+        reading = self._ending or not self._screen.full
+        if reading != self._reading:
+            self._reading = reading
+            for child in self._children:
+                for fd in child.pipes:
+                    self._watch_pipe(child, fd, reading)
+
+    def _watch_pipe(self, child: Child, fd: int, wanted: bool) -> None:
+        watched = fd in self._selector.get_map()
+        if wanted and not watched:
+            self._selector.register(fd, selectors.EVENT_READ, child)
+        elif watched and not wanted:
+            self._selector.unregister(fd)
+
+    def _close_pipe(self, child: Child, fd: int) -> None:
+        """Its end was seen. Its stream ends with the rank, not before: what is held back may be the first cause."""
+        self._watch_pipe(child, fd, False)
+        if not child.running:
+            child.close_pipe(fd)
+
+    # -- ranks start and end -------------------------------------------------------------------------------------
+
+    def _start(self, seat: Seat) -> None:
+        stage, (role, rank) = self._stage, seat
+        token_fd = token_descriptor(stage.token)
+        try:
+            out, err = self._screen.streams(role, rank, log_dir=self._config.log_dir, verdict=self._verdict)
+            env = environment(self._config, stage.crew, stage.run_id, self._desk.address, self._scratch, seat, token_fd)
+            child = Child(role=role, rank=rank, argv=self._config.argv(), env=env, token_fd=token_fd, out=out, err=err)
+        except OSError as error:
+            self._unstarted = (seat, error)
+            self._plan_stop(time.monotonic(), (0.0, signal.SIGTERM), (FAILED_KILL_S, signal.SIGKILL))
+            return
+        finally:
+            os.close(token_fd)
+        self._guardian.group(child.pid)
+        self._children.append(child)
+        if child.pidfd is not None:
+            self._selector.register(child.pidfd, selectors.EVENT_READ, None)
+        for fd in child.pipes:
+            self._watch_pipe(child, fd, self._reading)
+
+    def _judge(self, now: float) -> None:
+        """Reaps the ranks that have ended and looks for the first cause among them."""
+        ended = [child for child in self._children if child.has_ended()]
+        for child in ended:
+            child.read_rest(now)
+            if child.pidfd is not None:
+                self._selector.unregister(child.pidfd)
+            child.reap()
+            self._guardian.forget(child.pid)
+        # Of those that ended together, one that was killed comes before one that failed, as the likelier cause, and a
+        # server, which all workers need, before a worker.
+        for child in sorted(ended, key=lambda c: (c.echo, (c.returncode or 0) > 0, c.role != "server", c.rank)):
+            if child.returncode == 0 or child in self._dismissed:
+                if not self._stopping:
+                    self._desk.report_exit(child.rank, child.role)
+            elif self._asked is None and self._unstarted is None:
+                self._weigh(child, now)
+        for child in ended:
+            for fd in [fd for fd in child.pipes if child.read(fd, now) is False]:
+                self._close_pipe(child, fd)
+
+    def _weigh(self, child: Child, now: float) -> None:
+        """One ended badly. The first to do so starts the stop, unless the run can do without it; an echo is the cause
+        only if nobody else is."""
+        if not self._stopping and self._dispensable(child):
+            self._lose(child)
+            return
+        if not self._stopping:
+            self._others_ran = bool(self._running())
+            self._plan_stop(now, (REACT_S, signal.SIGTERM), (FAILED_KILL_S, signal.SIGKILL))
+        if self._cause is not None:
+            return
+        if child.echo:
+            self._echo = self._echo or child
+        else:
+            self._blame(child)
+
+    def _dispensable(self, child: Child) -> bool:
+        """Whether the run goes on without this one. A run that has not formed never will without it."""
+        if self._holds_parameters(child) or not self._desk.formed:
+            return False
+        others = self._running("worker") or self._guests()
+        return bool(others) and _elastic(self._config, self._desk)
+
+    def _holds_parameters(self, child: Child) -> bool:
+        """Whether it is a server, or a worker that said so under `parameters/<rank>`, since a server lives in it."""
+        return child.role == "server" or self._told(f"parameters/{child.rank}") != ""
+
+    def _told(self, key: str) -> str:
+        return self._desk.values(key).get(key, b"").decode(errors="replace")
+
+    def _lose(self, child: Child) -> None:
+        self._report_death(child)
+        child.err.settle()
+        step = self._told(f"step/{child.rank}")
+        sentence = report.lost(child, step if step.isdecimal() else "")
+        self._lost.append((child, sentence))
+        self._screen.say(f"{sentence}; the others go on")
+
+    def _report_death(self, child: Child) -> None:
+        exception = child.exception
+        self._desk.report_death(child.rank, f"{child.how}: {exception}" if exception else child.how, child.role)
+
+    def _blame(self, child: Child) -> None:
+        self._cause = child
+        self._report_death(child)
+        fold = child.err.fold
+        if fold is not None and len(fold.held) <= report.TRACEBACK_LINES and exception_of(fold.held):
+            fold.take()  # the report shows it, last and once
+
+    # -- stopping ------------------------------------------------------------------------------------------------
+
+    @property
+    def _stopping(self) -> bool:
+        return bool(self._plan) or self._gave_up
+
+    def _running(self, role: str | None = None) -> list[Child]:
+        return [child for child in self._children if child.running and role in (None, child.role)]
+
+    def _guests(self) -> list[int]:
+        """The ranks of workers that joined from elsewhere and are still at work."""
+        return [rank for rank, state in self._desk.joined().items() if state == "alive"]
+
+    def _plan_stop(self, now: float, *steps: tuple[float, int]) -> None:
+        self._plan = deque((now + after, number) for after, number in steps)
+        self._plan.append((self._plan[-1][0] + GIVE_UP_S, None))
+
+    def _ask(self, number: int, now: float) -> None:
+        """Someone wants the run to stop; whoever asks a second time wants it now."""
+        if self._stopping:
+            self._plan_stop(now, (0.0, signal.SIGKILL))
+            return
+        running = self._running()
+        if not running and len(self._children) == len(self._seats) and not self._guests():
+            return  # it has ended by itself
+        self._asked = number
+        numbers = {word: len(self._running(role)) for role, word in (("worker", "rank"), ("server", "server"))}
+        ranks = " and ".join(
+            f"the {word}" if number == 1 else f"{number} {word}s" for word, number in numbers.items() if number
+        )
+        why = {signal.SIGINT: "interrupted", signal.SIGPIPE: "nobody reads this output any more"}.get(
+            signal.Signals(number), f"got {signal_name(number)}"
+        )
+        again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+        if not running and self._guests():
+            ranks = "the run, which others have joined"
+        self._screen.say(f"{why}; stopping {ranks}{again}" if ranks else f"{why} before any rank was started")
+        # Only the main process: what it started is its own to end, and would add its own traceback.
+        for child in running:
+            child.signal_main(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        self._plan_stop(now, (ASKED_TERM_S, signal.SIGTERM), (ASKED_KILL_S, signal.SIGKILL))
+
+    def _escalate(self, now: float) -> None:
+        while self._plan and now >= self._plan[0][0]:
+            _, number = self._plan.popleft()
+            if self._cause is None and self._echo is not None:
+                self._blame(self._echo)
+            if number is None:
+                self._gave_up = True
+                return
+            for child in self._running():
+                child.signal_group(number)
+                if number == signal.SIGKILL:
+                    self._killed.append((child.role, child.rank))
+
+    def _dismiss(self, now: float) -> None:
+        """Servers end once no worker is left. One that does not is made to, which is no failure but is said."""
+        late = self._running("server")
+        workers = len(self._children) < len(self._seats) or self._running("worker") or self._guests()
+        if self._stopping or not late or workers:
+            return
+        if self._overdue is None:
+            self._overdue = deque([(now + SERVER_TERM_S, signal.SIGTERM), (now + SERVER_KILL_S, signal.SIGKILL)])
+        while self._overdue and now >= self._overdue[0][0]:
+            _, number = self._overdue.popleft()
+            for child in late:
+                if child not in self._dismissed:
+                    self._screen.say(f"{child.name} did not end with the run and is made to")
+                    self._dismissed.add(child)
+                child.signal_group(number)
+
+    def _end(self) -> None:
+        """Leaves nobody behind, then reads what is left in the pipes; bounded."""
+        for child in self._running():
+            child.signal_group(signal.SIGKILL)
+        sweep(self._stage.run_id)
+        self._ending = True
+        deadline = time.monotonic() + DRAIN_S
+        while any(child.pipes for child in self._children) and time.monotonic() < deadline:
+            self._turn(until=deadline)
+        for child in self._children:
+            child.read_rest(time.monotonic())
+            for fd in list(child.pipes):
+                child.close_pipe(fd)
+        if self._cause is None and self._echo is not None:
+            self._blame(self._echo)
+        self._screen.close()
+        self._selector.close()
+        if self._guardian_fd >= 0:
+            os.close(self._guardian_fd)
+
+    # -- what is said --------------------------------------------------------------------------------------------
+
+    def _verdict(self, exception: str) -> Verdict:
+        """On the screen a stopped rank's own complaint is noise, and another's failure is told once."""
+        interrupted = exception.startswith("KeyboardInterrupt")
+        echo = exception.startswith("hora.errors.PeerLost")
+        if self._asked is not None and (interrupted or echo):
+            return Verdict.DROP
+        told = [child for child, _ in self._lost] + ([self._cause] if self._cause is not None else [])
+        alike = any(exception == child.exception for child in told)
+        return Verdict.LAST_LINE if echo or alike else Verdict.SHOW
+
+    def _outcome(self) -> Outcome:
+        if self._unstarted is not None:
+            (role, rank), error = self._unstarted
+            return report.unstarted(role, rank, error)
+        cause = self._cause
+        if cause is None and self._asked is None and not self._anyone_ended_well():
+            cause, _ = self._lost[-1]
+        lost = tuple(sentence for child, sentence in self._lost if child is not cause)
+        if cause is not None:
+            failed = report.failed(
+                cause,
+                self._children,
+                others_ran=self._others_ran,
+                parameters_lost=self._holds_parameters(cause),
+                log_dir=self._config.log_dir,
+            )
+            return dataclasses.replace(failed, lost=lost)
+        if self._asked is not None:
+            return dataclasses.replace(report.stopped(self._asked, killed=self._killed), lost=lost)
+        return report.ended(lost)
+
+    def _anyone_ended_well(self) -> bool:
+        """Of a run that went on without some: all of its own may be lost, and then those who joined too."""
+        own = [child.returncode == 0 for child in self._children if child.role == "worker"]
+        return any(own) or "left" in self._desk.joined().values() or not self._lost
+
+    # -- the guardian --------------------------------------------------------------------------------------------
+
+    def _watch_guardian(self) -> int:
+        """A pidfd of the guardian in the selector; -1 where there are none."""
+        pid = self._guardian.pid
+        if pid is None or not hasattr(os, "pidfd_open"):
+            return -1
+        fd = os.pidfd_open(pid)
+        self._selector.register(fd, selectors.EVENT_READ, None)
+        return fd
+
+    def _mourn_guardian(self) -> None:
+        self._selector.unregister(self._guardian_fd)
+        os.close(self._guardian_fd)
+        self._guardian_fd = -1
+        if self._guardian.replaced:
+            self._screen.say("the second guardian is gone too; if this launcher is killed now, ranks may be left")
+            return
+        self._screen.say("the guardian of this run was killed; a new one takes its place")
+        self._guardian.replace()
+        self._guardian_fd = self._watch_guardian()
+
+
+def spelled(config: RunConfig, desk: Desk) -> str | None:
+    """The run's strategy: the command line's, else what the script chose, which rank 0 has told the coordinator."""
+    if config.strategy is not None:
+        return config.strategy.spell()
+    told = desk.values("strategy").get("strategy")
+    return told.decode(errors="replace") if told is not None else None
+
+
+def _elastic(config: RunConfig, desk: Desk) -> bool:
+    spelling = spelled(config, desk)
+    try:
+        return spelling is not None and parse(spelling).elastic
+    except ValueError:
+        return False

@@ -1,0 +1,29 @@
+"""Access: what a process must know of its run to reach its servers, or to be one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..coordinator import Control
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Access:
+    """`colocated`: the first `num_servers` workers host a server each, in their own process, and there are no others.
+
+    `joined`: this worker came to a run that was under way. `shared`: whether memory may be shared on one host.
+    `history`: a folder into which servers write what they did, for checkers.
+    """
+
+    control: Control
+    token: bytes
+    name: str  # of this process, for messages
+    rank: int
+    size: int  # workers of the launch
+    num_servers: int
+    colocated: bool = False
+    joined: bool = False
+    bind: str = "127.0.0.1"
+    timeout_s: float = 1800.0
+    shared: bool = True
+    history: str = ""

@@ -1,0 +1,484 @@
+"""Client: a worker's end of the lines to all servers. One step pushes every parcel and pulls it again.
+
+Parcels go out in the order of the model, what the next forward needs first, and each is read as soon as its server says
+so, while later ones are still on their way. On one host a gradient is copied once, into memory that the server reads in
+place, and a block is copied once, out of memory that the server writes; a block's word proves that it was whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import secrets
+import select
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..coordinator import Control, Event
+from ..coordinator.client import dial
+from ..errors import HoraError, Mismatch, OutOfMemory, PeerLost, Timeout
+from ..transport.base import SLICE_S, SLOW_S
+from ..transport.passing import Passing
+from ..transport.tcp import memory_of, tune
+from .layout import Block, Layout, Parcel, Part
+from .line import Closed, Line
+from .loop import PURPOSE
+from .memory import Memory
+from .messages import (
+    Ask,
+    Begin,
+    Blob,
+    Bye,
+    Done,
+    Drop,
+    Enter,
+    Extra,
+    Fill,
+    Got,
+    Hello,
+    Keep,
+    Load,
+    Message,
+    Pull,
+    Push,
+    Ready,
+    Refused,
+    Rest,
+    Trouble,
+    Welcome,
+)  # fmt: skip
+from .shelf import views
+
+log = logging.getLogger(__name__)
+
+NUM_EXTRA = 1  # further connections to a server on another host, for tensors
+PATIENT_TRIES = 1000  # so many readings that met a write, and the client looks up whether the server still lives
+CAUSE_S = 0.5  # a broken line waits this long for word of why
+
+Check = Callable[[], None]
+
+
+class Link:
+    """All that joins this worker with one server."""
+
+    def __init__(self, number: int, part: Part, dtypes: Sequence[torch.dtype]) -> None:
+        self.number = number
+        self.part = part
+        self.lines: list[Line] = []
+        self.shared = False
+        self.gradients: Memory
+        self.parameters: Memory
+        self.private = False  # what it reads is a copy that is its alone, so never half written
+        self.base = [0] * len(part.blocks)  # the versions that were read last
+        self.held: list[int] | None = None  # those that the gradients to be pushed next are based on, if others
+        self.outstanding: set[int] = set()  # parcels that are still to be read
+        self.readies: list[Ready] = []
+        self.answers: list[Message] = []
+        self.blob: bytearray | None = None
+        self.staged: list[list[torch.Tensor]] = []
+        self.read: list[list[torch.Tensor]] = []
+        self._dtypes = dtypes
+
+    def settle(self) -> None:
+        """Its memories are there: the views into them are made once."""
+        self.staged = list(views(self.gradients, self.part, self._dtypes))
+        self.read = list(views(self.parameters, self.part, self._dtypes))
+
+
+class Client:
+    """One worker's lines. Everything is called on its training thread; `check` is called while it waits, and may raise.
+
+    `targets(block)` gives the memory, as a vector, into which a block's parameters are read.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        name: str,
+        layout: Layout,
+        dtypes: Sequence[torch.dtype],
+        control: Control,
+        token: bytes,
+        timeout_s: float,
+        check: Check,
+        targets: Callable[[Block], torch.Tensor],
+        shared: bool = True,
+    ) -> None:
+        self.rank = rank
+        self.name = name
+        self.layout = layout
+        self.links = [Link(number, part, dtypes) for number, part in enumerate(layout.parts)]
+        self.check = check
+        self.num_retries = 0  # readings that met a write
+        self.lags: list[int] = []
+        self._targets = targets
+        self._control = control
+        self._token = token
+        self._timeout_s = timeout_s
+        self._ended: dict[int, str] = {}
+        self._poller = select.poll()
+        self._by_descriptor: dict[int, tuple[Link, Line]] = {}
+        self._num_pulls = 0
+        self._passing: Passing | None = None
+        if shared:
+            with contextlib.suppress(OSError):
+                self._passing = Passing(token, timeout_s)
+        self._order: dict[int, list[tuple[Link, Parcel]]] = {}
+        for optimizer in {parcel.optimizer for part in layout.parts for parcel in part.parcels}:
+            those = [(link, p) for link in self.links for p in link.part.parcels if p.optimizer == optimizer]
+            self._order[optimizer] = sorted(those, key=lambda pair: (pair[1].blocks[0].index, pair[1].blocks[0].start))
+        control.listen(self._hear)
+
+    # -- connecting ----------------------------------------------------------------------------------------------------
+
+    def connect(self, entries: list[list[Any]]) -> None:
+        """Meets all servers; Mismatch if one has built another model."""
+        for link in self.links:
+            look = functools.partial(self._check_alive, link)
+            address = self._control.get(f"ps/{link.number}", self._timeout_s, look).decode()
+            host, port, passing = address.split()
+            self._meet(link, (host, int(port)), "" if passing == "-" else passing, entries)
+
+    def _meet(self, link: Link, address: tuple[str, int], passing: str, entries: list[list[Any]]) -> None:
+        num_blocks, num_bytes = len(link.part.blocks), link.part.num_bytes
+        key = ""
+        if passing and self._passing is not None and self._reaches(passing):
+            try:
+                link.gradients = Memory.shared(num_blocks, num_bytes)
+            except OutOfMemory as problem:
+                log.warning("rank %d: no shared memory for gradients, so they travel over TCP: %s", self.rank, problem)
+            else:
+                assert link.gradients.descriptor is not None
+                key = f"gradients-{secrets.token_hex(4)}"
+                self._passing.offer(key, link.gradients.descriptor)
+                link.shared = True
+        if not link.shared:
+            link.gradients = Memory(num_blocks, num_bytes)
+        self._open(link, address).send(
+            Hello(self.rank, self.name, self.layout.fingerprint, entries,
+                  self._passing.address if link.shared and self._passing else "", key)
+        )  # fmt: skip
+        answer = self._answer(link, Welcome, Refused)
+        if isinstance(answer, Refused):
+            raise Mismatch(answer.reason)
+        assert isinstance(answer, Welcome)
+        if link.shared:
+            assert self._passing is not None
+            descriptor = self._passing.fetch(answer.passing, answer.mine or answer.key)
+            link.parameters = Memory(num_blocks, num_bytes, descriptor)
+            link.parameters.close()
+            self._passing.withdraw(key)
+            link.gradients.close()
+            link.private = bool(answer.mine)
+        else:
+            link.parameters = Memory(num_blocks, num_bytes)
+            link.private = True
+            for number in range(NUM_EXTRA):
+                self._open(link, address).send(Extra(self.rank, number))
+        link.settle()
+
+    def _reaches(self, passing: str) -> bool:
+        assert self._passing is not None
+        try:
+            self._passing.reach(passing).close()
+        except (OSError, HoraError):
+            return False
+        return True
+
+    def _open(self, link: Link, address: tuple[str, int]) -> Line:
+        sock = dial(address, self._token, PURPOSE, check=self.check)
+        tune(sock)
+        line = Line(sock, self._place)
+        line.peer = ("server", link.number)
+        link.lines.append(line)
+        self._by_descriptor[line.fileno()] = (link, line)
+        self._poller.register(line.fileno(), select.POLLIN)
+        return line
+
+    def _place(self, line: Line, message: Message, num_bytes: int) -> memoryview:
+        assert line.peer is not None
+        link = self.links[line.peer[1]]
+        if isinstance(message, Ready) and not link.shared and 0 <= message.parcel < len(link.part.parcels):
+            parcel = link.part.parcels[message.parcel]
+            if num_bytes <= parcel.num_bytes:
+                return memory_of(link.parameters.data[parcel.at : parcel.at + num_bytes])
+        if isinstance(message, Blob):
+            link.blob = bytearray(num_bytes)
+            return memoryview(link.blob)
+        raise HoraError(f"server {link.number} sent {num_bytes} bytes behind a {type(message).__name__}")
+
+    def _hear(self, event: Event) -> None:
+        if event.member is not None and event.member.role == "server" and event.kind in ("died", "left"):
+            self._ended[event.member.rank] = f"{event.member}: {event.text}"
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def push(self, begin: Begin, gradient: Callable[[Block], torch.Tensor | None]) -> None:
+        """Sends a step's gradients to all servers, and reads what is ready meanwhile.
+
+        `gradient(block)` is that block's as a vector, None if it has none, or a sparse tensor of its rows."""
+        order = self._order.get(begin.optimizer, [])
+        for link in self.links:
+            begin.parcels = sum(parcel.optimizer == begin.optimizer for parcel in link.part.parcels)
+            link.outstanding = {p.number for p in link.part.parcels if p.optimizer == begin.optimizer}
+            link.readies.clear()
+            link.lines[0].send(begin)
+        self.lags.clear()
+        for link, parcel in order:
+            self._push(link, parcel, begin.step, gradient)
+            self._turn(0)
+
+    def _push(self, link: Link, parcel: Parcel, step: int, gradient: Callable[[Block], torch.Tensor | None]) -> None:
+        have: list[bool] = []
+        rows = None
+        staged = link.staged[parcel.number]
+        num_bytes = parcel.num_bytes
+        for block, room in zip(parcel.blocks, staged, strict=True):
+            given = gradient(block)
+            have.append(given is not None)
+            if given is None:
+                continue
+            if given.is_sparse:
+                values = given.values()
+                room[: values.numel()].copy_(values.reshape(-1))
+                rows = [given.indices()[0].numpy().tobytes()]
+                num_bytes = values.numel() * values.element_size()
+            else:
+                room.copy_(given)
+        known = link.base if link.held is None else link.held
+        base = [known[block.number] for block in parcel.blocks]
+        message = Push(step, parcel.number, base, None if all(have) else have, rows)
+        if link.shared:
+            link.lines[0].send(message)
+            return
+        line = link.lines[parcel.number % len(link.lines)]
+        line.send(message, link.gradients.data[parcel.at : parcel.at + num_bytes] if any(have) else None)
+
+    def pull(self) -> list[Ready]:
+        """Waits for the rest of the step's parcels and reads them; what the servers said of them."""
+        started = time.monotonic()
+        next_word = SLOW_S
+        while any(link.outstanding for link in self.links):
+            if self._turn(SLICE_S * 1000):
+                continue
+            self.check()
+            waited = time.monotonic() - started
+            if waited >= next_word:
+                next_word *= 2
+                log.warning("%s has waited %.0f s for %s", self.name, waited, self._whom())
+            if waited >= self._timeout_s:
+                raise Timeout(f"{self.name} has waited {waited:.0f} s for {self._whom()}; gave up after "
+                              f"timeout_s={self._timeout_s:g}")  # fmt: skip
+        return [ready for link in self.links for ready in link.readies]
+
+    def hold(self) -> None:
+        """What is read from now on is newer than what the next gradients are based on."""
+        for link in self.links:
+            link.held = list(link.base)
+
+    def refresh(self) -> list[Ready]:
+        """All parameters as they are now."""
+        self._num_pulls += 1
+        for link in self.links:
+            link.outstanding = {parcel.number for parcel in link.part.parcels}
+            link.readies.clear()
+            link.lines[0].send(Pull(-self._num_pulls))
+        return self.pull()
+
+    def _whom(self) -> str:
+        waiting = [link for link in self.links if link.outstanding]
+        words = []
+        for link in waiting:
+            outstanding, link.outstanding = link.outstanding, set()
+            with contextlib.suppress(HoraError):
+                words.append(f"server {link.number}, which waits for {self.ask(link.number, 'awaited').decode()}")
+            link.outstanding |= outstanding
+        return "; ".join(words) or "the servers"
+
+    def _turn(self, timeout_ms: float) -> bool:
+        """Moves what can be moved; whether anything did."""
+        busy = [line for link in self.links for line in link.lines if line.pending]
+        for line in busy:
+            self._poller.modify(line.fileno(), select.POLLIN | select.POLLOUT)
+        events = self._poller.poll(timeout_ms)
+        for line in busy:
+            self._poller.modify(line.fileno(), select.POLLIN)
+        moved = False
+        for descriptor, mask in events:
+            link, line = self._by_descriptor[descriptor]
+            try:
+                if mask & select.POLLOUT:
+                    line.flush()
+                    moved = True
+                if mask & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                    for message in line.receive():
+                        self._take(link, message)
+                        moved = True
+            except Closed as problem:
+                raise self._lost(link, problem) from None
+        return moved
+
+    def _take(self, link: Link, message: Message) -> None:
+        if isinstance(message, Ready):
+            parcel = link.part.parcels[message.parcel]
+            self._read(link, parcel, message)
+            link.outstanding.discard(message.parcel)
+            link.readies.append(message)
+        elif isinstance(message, Trouble):
+            raise HoraError(message.reason)
+        else:
+            link.answers.append(message)
+
+    def _read(self, link: Link, parcel: Parcel, ready: Ready) -> None:
+        if ready.lag:
+            self.lags.append(ready.lag)
+        rows = None
+        if parcel.row and ready.rows is not None:
+            rows = (
+                torch.frombuffer(bytearray(ready.rows[0]), dtype=torch.int64)
+                if ready.rows[0]
+                else torch.empty(0).long()
+            )
+        source = link.read[parcel.number]
+        for position, block in enumerate(parcel.blocks):
+            target = self._targets(block)
+            if link.private:
+                self._copy(target, source[position], rows, parcel.row, packed=not link.shared)
+                link.base[block.number] = ready.versions[position]
+            else:
+                self._read_whole(link, block, target, source[position], rows, parcel.row)
+
+    def _read_whole(
+        self, link: Link, block: Block, target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor | None, row: int
+    ) -> None:
+        """Copies until nothing was written meanwhile: the block's word is the same even number before and after."""
+        words, number = link.parameters.words, block.number
+        while True:
+            before = words[number]
+            if not before & 1:
+                self._copy(target, source, rows, row)
+                if words[number] == before:
+                    link.base[number] = before // 2
+                    return
+            self.num_retries += 1
+            if self.num_retries % PATIENT_TRIES == 0:
+                self._check_alive(link)
+            time.sleep(0)  # the server needs the core to finish
+
+    @staticmethod
+    def _copy(
+        target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor | None, row: int, packed: bool = False
+    ) -> None:
+        if rows is None:
+            target.copy_(source)
+        elif len(rows):
+            if packed:  # behind the message came these rows alone
+                target.view(-1, row).index_copy_(
+                    0, rows.to(target.device), source[: len(rows) * row].view(-1, row).to(target.device)
+                )
+            else:
+                target.view(-1, row).index_copy_(
+                    0, rows.to(target.device), source.view(-1, row)[rows].to(target.device)
+                )
+
+    # -- outside of steps ----------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        self._tell(Enter())
+
+    def rest(self) -> None:
+        self._tell(Rest())
+
+    def got(self, step: int) -> None:
+        self._tell(Got(step))
+
+    def drop(self, step: int) -> None:
+        """The step under way will not take place."""
+        for link in self.links:
+            link.outstanding.clear()
+            link.lines[0].send(Drop(step))
+        for link in self.links:
+            self._answer(link, Done)
+            link.outstanding.clear()
+
+    def fill(self, parameter: Callable[[Block], torch.Tensor]) -> None:
+        """The servers take these parameters over."""
+        for link in self.links:
+            for parcel in link.part.parcels:
+                for block, room in zip(parcel.blocks, link.staged[parcel.number], strict=True):
+                    room.copy_(parameter(block))
+                payload = None if link.shared else link.gradients.data[parcel.at : parcel.at + parcel.num_bytes]
+                link.lines[0].send(Fill(parcel.number), payload)
+                self._answer(link, Done)
+
+    def load(self, server: int, blob: bytes) -> None:
+        """One server takes this optimizer state over."""
+        self.links[server].lines[0].send(Load(), blob)
+        self._answer(self.links[server], Done)
+
+    def keep(self, server: int, what: str, blob: bytes) -> None:
+        self.links[server].lines[0].send(Keep(what), blob)
+        self._answer(self.links[server], Done)
+
+    def ask(self, server: int, what: str) -> bytes:
+        link = self.links[server]
+        link.blob = None
+        link.lines[0].send(Ask(what))
+        self._answer(link, Blob)
+        return bytes(link.blob or b"")
+
+    def _tell(self, message: Message) -> None:
+        for link in self.links:
+            try:
+                link.lines[0].send(message)
+            except Closed as problem:
+                raise self._lost(link, problem) from None
+
+    def _answer(self, link: Link, *kinds: type[Message]) -> Message:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            for position, answer in enumerate(link.answers):
+                if isinstance(answer, kinds):
+                    return link.answers.pop(position)
+            if not self._turn(SLICE_S * 1000):
+                self.check()
+                if time.monotonic() > deadline:
+                    raise Timeout(f"{self.name} has waited {self._timeout_s:.0f} s for server {link.number}")
+
+    def _lost(self, link: Link, problem: object) -> HoraError:
+        """The line to a server is gone: the cause, if it is told within a moment, else what was seen here."""
+        deadline = time.monotonic() + CAUSE_S
+        while time.monotonic() < deadline:
+            self.check()
+            if link.number in self._ended:
+                return PeerLost(f"{self.name}: lost {self._ended[link.number]}; its parameters are lost with it",
+                                (), echo=True)  # fmt: skip
+            time.sleep(0.005)
+        return PeerLost(
+            f"{self.name}: lost server {link.number}: {problem}; its parameters are lost with it", (), echo=True
+        )
+
+    def _check_alive(self, link: Link) -> None:
+        self.check()
+        if link.number in self._ended:
+            raise PeerLost(f"{self.name}: lost {self._ended[link.number]}", (), echo=True)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What went over the lines, or was written for servers on this host to read."""
+        return sum(line.sent_bytes for link in self.links for line in link.lines)
+
+    def close(self) -> None:
+        for link in self.links:
+            for line in link.lines:
+                with contextlib.suppress(HoraError):
+                    if line is link.lines[0]:
+                        line.send(Bye())
+                line.close()
+        if self._passing is not None:
+            self._passing.close()

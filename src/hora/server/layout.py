@@ -1,0 +1,184 @@
+"""Layout: how the parameters are cut into blocks, and which server has which. The same on every worker and server.
+
+A block is a parameter or a slice of one, never of two: torch's optimizers skip a parameter without a gradient, count
+steps per parameter and have hyper-parameters per group. Slices are only for optimizers that treat every element by
+itself. Blocks of one server and one optimizer travel in parcels of about `block_bytes`, in the order of the model:
+what the next forward needs first comes first.
+
+    parameters      |---- w1 ----|b|-------- w2 --------|       model order
+    blocks          |  0  |  1   |2|   3   |   4   |  5 |       balanced over the servers by bytes
+    server 0        [ 0 ] [ 2  3 ] [ 5 ]                        parcels
+    server 1        [ 1 ] [ 4 ]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from ..lanes import ALIGN, CUT_BYTES, ELEMENTWISE, is_dense
+
+ALIGN_BYTES = 128  # blocks begin on cache lines of their own
+PIECES = 4  # a model is cut into so many blocks per server at least, where it can be
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Elements [start, stop) of parameter `index`, in the order of its memory. `at` is its place in its server's."""
+
+    number: int  # on its server
+    index: int
+    start: int
+    stop: int
+    at: int  # bytes
+    whole: bool
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """Blocks that travel together: bytes [at, at + num_bytes) of their server's memory.
+
+    `row` is 0, or the length of a row where only those that were touched travel; such a block travels alone."""
+
+    number: int  # on its server
+    optimizer: int
+    blocks: tuple[Block, ...]
+    at: int
+    num_bytes: int
+    row: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one server has."""
+
+    parcels: tuple[Parcel, ...]
+    num_bytes: int
+
+    @functools.cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(block for parcel in self.parcels for block in parcel.blocks)
+
+    @functools.cached_property
+    def load(self) -> int:
+        """Bytes of parameters."""
+        return sum(parcel.num_bytes for parcel in self.parcels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """All servers' parts. `served` are the parameters that some optimizer has; the others are nobody's but each
+    worker's own."""
+
+    parts: tuple[Part, ...]
+    served: frozenset[int]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return hashlib.blake2b(repr(self.parts).encode(), digest_size=8).hexdigest()
+
+
+def cut(
+    parameters: Sequence[torch.Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    num_servers: int,
+    block_bytes: int,
+    sparse: frozenset[int] = frozenset(),
+) -> Layout:
+    """Depends on the parameters' shapes and types and the optimizers' groups alone. `sparse` ones are cut by rows.
+
+    ValueError if there are more servers than blocks, or if two optimizers have one parameter."""
+    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+    owner: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                index = index_of[id(parameter)]
+                if owner.setdefault(index, number) != number:
+                    raise ValueError(f"two optimizers have one parameter of shape {list(parameter.shape)}: under ps "
+                                     "each parameter has one optimizer")  # fmt: skip
+    served = sorted(index for index in owner if parameters[index].numel())
+    total = sum(parameters[index].numel() * parameters[index].element_size() for index in served)
+    limit = min(block_bytes, max(CUT_BYTES, -(-total // (PIECES * num_servers))))
+    pieces: list[tuple[int, int, int]] = []  # parameter, start, stop
+    for index in served:
+        parameter = parameters[index]
+        may_cut = type(optimizers[owner[index]]) in ELEMENTWISE or index in sparse
+        if may_cut and is_dense(parameter) and parameter.numel() * parameter.element_size() > limit:
+            pieces += [(index, start, stop) for start, stop in _slices(parameter, limit, index in sparse)]
+        else:
+            pieces.append((index, 0, parameter.numel()))
+    if len(pieces) < num_servers:
+        raise ValueError(
+            f"{num_servers} servers for a model of {len(pieces)} block{'s' * (len(pieces) != 1)}: each server needs "
+            f"one at least, so say --servers {len(pieces)} or less"
+        )
+    server_of = _balance(
+        [(stop - start) * parameters[index].element_size() for index, start, stop in pieces], num_servers
+    )
+    parts = []
+    for server in range(num_servers):
+        mine = [piece for piece, its in zip(pieces, server_of, strict=True) if its == server]
+        parts.append(_pack(mine, parameters, owner, limit, sparse))
+    return Layout(tuple(parts), frozenset(served))
+
+
+def _slices(parameter: torch.Tensor, limit: int, by_rows: bool) -> list[tuple[int, int]]:
+    unit = parameter.numel() // parameter.shape[0] if by_rows else ALIGN
+    each = max(1, limit // parameter.element_size() // unit) * unit
+    return [(start, min(start + each, parameter.numel())) for start in range(0, parameter.numel(), each)]
+
+
+def _balance(sizes: Sequence[int], num_servers: int) -> list[int]:
+    """Large ones first, each to the server that has least: nobody has more than a block above another."""
+    loads = [0] * num_servers
+    server_of = [0] * len(sizes)
+    for piece in sorted(range(len(sizes)), key=lambda piece: (-sizes[piece], piece)):
+        least = loads.index(min(loads))
+        server_of[piece] = least
+        loads[least] += max(1, sizes[piece])
+    return server_of
+
+
+def _pack(
+    pieces: Sequence[tuple[int, int, int]],
+    parameters: Sequence[torch.Tensor],
+    owner: dict[int, int],
+    limit: int,
+    sparse: frozenset[int],
+) -> Part:
+    """One server's blocks, in the order of the model, side by side in parcels of one optimizer and dtype each."""
+    parcels: list[Parcel] = []
+    blocks: list[Block] = []
+    begin = at = 0
+
+    def close() -> None:
+        nonlocal begin
+        if blocks:
+            index = blocks[0].index
+            row = parameters[index].numel() // parameters[index].shape[0] if index in sparse else 0
+            parcels.append(Parcel(len(parcels), owner[index], tuple(blocks), begin, at - begin, row))
+            blocks.clear()
+        begin = at
+
+    for number, (index, start, stop) in enumerate(pieces):
+        parameter = parameters[index]
+        num_bytes = (stop - start) * parameter.element_size()
+        if blocks:
+            last = parameters[blocks[-1].index]
+            alike = owner[blocks[-1].index] == owner[index] and last.dtype == parameter.dtype
+            alike = alike and index not in sparse and blocks[-1].index not in sparse
+            if not alike or at - begin + num_bytes > limit:
+                close()
+        blocks.append(Block(number, index, start, stop, at, stop - start == parameter.numel()))
+        at = -(-(at + num_bytes) // ALIGN_BYTES) * ALIGN_BYTES
+    close()
+    return Part(tuple(parcels), at)

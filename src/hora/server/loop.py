@@ -1,0 +1,521 @@
+"""Loop: feeds one server's state machine from its lines, until all workers have left.
+
+A worker on this host shows its gradients' memory and maps the parameters'; between hosts both travel behind the
+messages, over several connections. The loop runs on one thread: in a process of its own, or beside a worker's training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from .. import handshake
+from ..coordinator import Control, Event
+from ..coordinator.client import dial
+from ..errors import HoraError, OutOfMemory
+from ..transport.passing import Passing
+from ..transport.tcp import memory_of, tune
+from .layout import Layout
+from .line import Closed, Line
+from .memory import Memory
+from .messages import (
+    Ask,
+    Begin,
+    Blob,
+    Bye,
+    Chosen,
+    Done,
+    Drop,
+    Enter,
+    Extra,
+    Fill,
+    Got,
+    Hail,
+    Hello,
+    Keep,
+    Load,
+    Message,
+    Norm,
+    Pull,
+    Push,
+    Ready,
+    Refused,
+    Rest,
+    Trouble,
+    Welcome,
+)  # fmt: skip
+from .shelf import Gradient, Shelf, views
+from .state import Out, Rules, Server
+
+log = logging.getLogger(__name__)
+
+PURPOSE = "parameters"
+TURN_S = 0.5  # how long the loop sleeps at most before it looks around
+MAX_BLOB_BYTES = 1 << 40
+
+
+class Station:
+    """What a server needs to know of its run."""
+
+    def __init__(
+        self, *, number: int, num_servers: int, workers: Sequence[int], control: Control, token: bytes, bind: str,
+        timeout_s: float, history: str = "",
+    ) -> None:  # fmt: skip
+        self.number = number
+        self.num_servers = num_servers
+        self.workers = list(workers)
+        self.control = control
+        self.token = token
+        self.bind = bind
+        self.timeout_s = timeout_s
+        self.history = history
+
+
+class _Guest:
+    """One worker: its lines, and the memory that its gradients come in."""
+
+    def __init__(self, line: Line, shared: bool) -> None:
+        self.lines = [line]
+        self.shared = shared
+        self.gradients: list[list[torch.Tensor]] = []  # by parcel and block
+        self.memory: Memory | None = None
+        self.copies: Memory | None = None
+        self.blob: bytearray | None = None
+
+
+class Loop:
+    """One server at work. Making one opens its port and tells the coordinator where it is."""
+
+    def __init__(
+        self,
+        station: Station,
+        layout: Layout,
+        parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
+        entries: list[list[Any]],
+        optimizers: Sequence[torch.optim.Optimizer],
+        rules: Rules,
+    ) -> None:
+        self.station = station
+        self._layout = layout
+        self._part = layout.parts[station.number]
+        self._entries = entries
+        self._dtypes = [p.dtype for p in parameters]
+        self._names = names
+        memory = self._memory()
+        self._history = open(station.history, "a", buffering=1) if station.history else None  # noqa: SIM115
+        self.server = Server(
+            Shelf(self._part, memory, parameters, names, optimizers),
+            rules,
+            number=station.number,
+            num_servers=station.num_servers,
+            record=self._note if self._history else None,
+        )
+        for worker in station.workers:
+            self.server.join(worker)
+        self._alive = set(station.workers)
+        self._guests: dict[int, _Guest] = {}
+        self._servers: dict[int, Line] = {}
+        self._for_servers: list[tuple[int, Message]] = []  # for those that have not called yet
+        self._kept: dict[str, bytes] = {}
+        self._news: queue.SimpleQueue[socket.socket | Event | int] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ring = socket.socketpair()
+        self._bell.setblocking(False)
+        self._selector.register(self._bell, selectors.EVENT_READ, None)
+        self._writing: set[Line] = set()
+        self._broken: str | None = None
+        self.busy_s = 0.0
+        self.started = time.monotonic()
+        station.control.listen(self._hear)
+        self._passing: Passing | None = None
+        with contextlib.suppress(OSError):
+            self._passing = Passing(station.token, station.timeout_s) if memory.descriptor is not None else None
+        if self._passing is not None and memory.descriptor is not None:
+            self._passing.offer("parameters", memory.descriptor)
+        family = socket.AF_INET6 if ":" in station.bind else socket.AF_INET
+        sock = socket.create_server((station.bind, 0), family=family, backlog=128)
+        address = f"{station.bind} {sock.getsockname()[1]} {self._passing.address if self._passing else '-'}"
+        self._listener = handshake.Listener(sock, station.token, PURPOSE, self._welcome)
+        station.control.put(f"ps/{station.number}", address.encode())
+        if station.number and (rules.backup or rules.clip_norm is not None):
+            self._call_first()
+
+    def _memory(self) -> Memory:
+        try:
+            return Memory.shared(len(self._part.blocks), self._part.num_bytes)
+        except OutOfMemory as problem:
+            log.warning("server %d: no shared memory, so its parameters travel over TCP: %s",
+                        self.station.number, problem)  # fmt: skip
+            return Memory(len(self._part.blocks), self._part.num_bytes)
+
+    def _call_first(self) -> None:
+        """Server 0 is where servers agree."""
+        host, port, _ = self.station.control.get("ps/0", self.station.timeout_s).decode().split()
+        sock = dial((host, int(port)), self.station.token, PURPOSE)
+        tune(sock)
+        line = Line(sock, self._place)
+        line.peer = ("server", 0)
+        line.send(Hail(self.station.number))
+        self._servers[0] = line
+        self._selector.register(line, selectors.EVENT_READ, line)
+
+    # -- other threads -------------------------------------------------------------------------------------------------
+
+    def _welcome(self, sock: socket.socket) -> None:
+        tune(sock)
+        self._news.put(sock)
+        self._wake()
+
+    def _hear(self, event: Event) -> None:
+        if event.member is not None and event.member.role == "worker" and event.kind in ("joined", "left", "died"):
+            self._news.put(event)
+            self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._ring.send(b"!")
+
+    def excuse(self, worker: int) -> None:
+        """This worker has left: said by itself, since the coordinator tells it to the others only."""
+        self._news.put(worker)
+        self._wake()
+
+    def abandon(self, reason: str) -> None:
+        """Ends the loop from outside."""
+        self._broken = reason
+        self._wake()
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Returns when all workers have left. HoraError if the server cannot go on."""
+        try:
+            while self._alive and self._broken is None:
+                ready = self._selector.select(TURN_S)
+                begin = time.perf_counter()
+                for key, events in ready:
+                    if key.data is None:
+                        with contextlib.suppress(BlockingIOError):
+                            self._bell.recv(4096)
+                        self._read_news()
+                    else:
+                        self._attend(key.data, events)
+                self.busy_s += time.perf_counter() - begin
+        except Exception as problem:
+            reason = f"server {self.station.number} cannot go on: {type(problem).__name__}: {problem}"
+            for guest in self._guests.values():
+                with contextlib.suppress(Closed):
+                    guest.lines[0].send(Trouble(reason))
+            raise
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        for guest in self._guests.values():
+            for line in guest.lines:
+                line.close()
+        for line in self._servers.values():
+            line.close()
+        if self._passing is not None:
+            self._passing.close()
+        self.server.shelf.memory.close()
+        self._selector.close()
+        self._bell.close()
+        self._ring.close()
+        if self._history is not None:
+            self._history.close()
+
+    def _read_news(self) -> None:
+        while not self._news.empty():
+            news = self._news.get_nowait()
+            if isinstance(news, socket.socket):
+                line = Line(news, self._place)
+                self._selector.register(line, selectors.EVENT_READ, line)
+                self._attend(line, selectors.EVENT_READ)
+            elif isinstance(news, int):
+                self._alive.discard(news)
+                self._part_with(news)
+            elif news.member is not None:
+                if news.kind == "joined":
+                    self._alive.add(news.member.rank)
+                else:
+                    self._alive.discard(news.member.rank)
+                    self._part_with(news.member.rank)
+
+    def _attend(self, line: Line, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                line.flush()
+            found = line.receive() if events & selectors.EVENT_READ else []
+        except Closed:
+            self._lose(line)
+            return
+        except (HoraError, msgspec.MsgspecError) as problem:
+            log.warning("server %d: a connection was closed: %s", self.station.number, problem)
+            self._lose(line)
+            return
+        for message in found:
+            try:
+                self._handle(line, message)
+            except Closed:
+                self._lose(line)
+                return
+            except HoraError as problem:  # this worker's fault, and not a reason to fail the others
+                log.warning("server %d: %s", self.station.number, problem)
+                with contextlib.suppress(Closed):
+                    line.send(Trouble(f"server {self.station.number} refused this worker: {problem}"))
+                self._lose(line)
+                return
+        self._watch(line)
+
+    def _watch(self, line: Line) -> None:
+        if line.pending != (line in self._writing):
+            (self._writing.add if line.pending else self._writing.discard)(line)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.pending else 0)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.modify(line, events, line)
+
+    def _lose(self, line: Line) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(line)
+        self._writing.discard(line)
+        line.close()
+        if line.peer is not None and line.peer[0] == "worker":
+            self._part_with(line.peer[1])
+
+    def _part_with(self, worker: int) -> None:
+        """This worker sends no more: well or not, nobody waits for it."""
+        guest = self._guests.pop(worker, None)
+        if guest is not None:
+            for line in guest.lines:
+                with contextlib.suppress(KeyError, ValueError):
+                    self._selector.unregister(line)
+                line.close()
+        self._post(self.server.leave(worker))
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _handle(self, line: Line, message: Message) -> None:
+        if line.peer is None:
+            self._introduce(line, message)
+            return
+        role, number = line.peer
+        if role == "server":
+            assert isinstance(message, Chosen | Norm)
+            self._post(self.server.hear(number, message))
+            return
+        guest = self._guests.get(number)
+        if guest is None:
+            return  # it is gone, and this came before that was known
+        if isinstance(message, Push):
+            self._post(self.server.handle(number, message, self._gradients(guest, message)))
+        elif isinstance(message, Begin | Got | Drop | Enter | Rest):
+            self._post(self.server.handle(number, message))
+            if isinstance(message, Drop):
+                line.send(Done())
+        elif isinstance(message, Pull):
+            self._post(self.server.refresh(number, message.number))
+        elif isinstance(message, Fill):
+            parcel = self._part.parcels[message.parcel]
+            self.server.shelf.fill(parcel, guest.gradients[message.parcel])
+            line.send(Done())
+        elif isinstance(message, Load):
+            assert guest.blob is not None
+            self.server.shelf.load(bytes(guest.blob))
+            line.send(Done())
+        elif isinstance(message, Keep):
+            self._kept[message.what] = bytes(guest.blob or b"")
+            line.send(Done())
+        elif isinstance(message, Ask):
+            line.send(Blob(message.what), self._answer(number, message.what))
+        elif isinstance(message, Bye):
+            self._part_with(number)
+        else:
+            raise HoraError(f"rank {number} sent a {type(message).__name__}, which is not a worker's to send")
+
+    def _introduce(self, line: Line, message: Message) -> None:
+        if isinstance(message, Hello):
+            problem = self._objection(message)
+            if problem:
+                line.send(Refused(problem))
+                return
+            guest = self._guests[message.worker] = _Guest(line, bool(message.passing))
+            line.peer = ("worker", message.worker)
+            if message.worker not in self.server.workers:
+                self.server.join(message.worker)
+            self._alive.add(message.worker)
+            line.send(self._furnish(guest, message))
+        elif isinstance(message, Extra) and message.worker in self._guests:
+            line.peer = ("worker", message.worker)
+            self._guests[message.worker].lines.append(line)
+        elif isinstance(message, Hail) and self.station.number == 0 and 0 < message.server < self.station.num_servers:
+            line.peer = ("server", message.server)
+            self._servers[message.server] = line
+            early, self._for_servers = self._for_servers, []
+            self._post([(("server", server), each) for server, each in early])
+        else:
+            raise HoraError(f"a {type(message).__name__} as the first word")
+
+    def _objection(self, hello: Hello) -> str:
+        if hello.worker in self._guests:
+            return f"{hello.name} says that it is rank {hello.worker}, which is here already"
+        for mine, theirs in zip(self._entries, hello.entries, strict=False):
+            if mine != theirs:
+                return (
+                    f"the models differ: {hello.name} has {theirs[0]} {theirs[1]} of {theirs[2]} where server "
+                    f"{self.station.number} has {mine[0]} {mine[1]} of {mine[2]}. Every process must build the same model"
+                )
+        if len(self._entries) != len(hello.entries) or hello.fingerprint != self._layout.fingerprint:
+            return (
+                f"the models differ: {hello.name} has {len(hello.entries)} parameters and buffers, server "
+                f"{self.station.number} has {len(self._entries)}, or the optimizers' groups are others. Every process "
+                "must build the same"
+            )
+        return ""
+
+    def _furnish(self, guest: _Guest, hello: Hello) -> Welcome:
+        """The memory for this worker's gradients, and, where what it reads must be copied, for that."""
+        num_blocks, num_bytes = len(self._part.blocks), self._part.num_bytes
+        if guest.shared:
+            assert self._passing is not None
+            descriptor = self._passing.fetch(hello.passing, hello.key)
+            guest.memory = Memory(num_blocks, num_bytes, descriptor)
+            guest.memory.close()
+        else:
+            guest.memory = Memory(num_blocks, num_bytes)
+        guest.gradients = list(views(guest.memory, self._part, self._dtypes))
+        rules = self.server.rules
+        mine = ""
+        if rules.backup or rules.correct == "dc" or not guest.shared:
+            guest.copies = Memory.shared(num_blocks, num_bytes) if guest.shared else Memory(num_blocks, num_bytes)
+            flat = [view for parcel in views(guest.copies, self._part, self._dtypes) for view in parcel]
+            self.server.lend(hello.worker, flat)
+            if guest.shared:
+                assert self._passing is not None and guest.copies.descriptor is not None
+                mine = f"copies-{hello.worker}"
+                self._passing.offer(mine, guest.copies.descriptor)
+        if not guest.shared:
+            return Welcome()
+        assert self._passing is not None
+        return Welcome(self._passing.address, "parameters", mine)
+
+    def _gradients(self, guest: _Guest, push: Push) -> list[Gradient]:
+        if not 0 <= push.parcel < len(self._part.parcels):
+            raise HoraError(f"a gradient for parcel {push.parcel} of {len(self._part.parcels)}")
+        parcel = self._part.parcels[push.parcel]
+        if len(push.base) != len(parcel.blocks) or (push.have is not None and len(push.have) != len(parcel.blocks)):
+            raise HoraError(f"a gradient for parcel {push.parcel} that has {len(push.base)} blocks")
+        found: list[Gradient] = list(guest.gradients[push.parcel])
+        if push.have is not None:
+            found = [view if has else None for view, has in zip(found, push.have, strict=True)]
+        if parcel.row and found[0] is not None and push.rows is not None:
+            rows = (
+                torch.frombuffer(bytearray(push.rows[0]), dtype=torch.int64) if push.rows[0] else torch.empty(0).long()
+            )
+            num_rows = parcel.blocks[0].numel // parcel.row
+            if len(rows) > num_rows or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows):
+                raise HoraError(f"a gradient for rows that block {parcel.blocks[0].number} does not have")
+            values = found[0][: len(rows) * parcel.row].view(len(rows), parcel.row)
+            found = [torch.sparse_coo_tensor(rows[None], values, (num_rows, parcel.row), is_coalesced=True)]
+        return found
+
+    def _answer(self, worker: int, what: str) -> bytes:
+        if what == "state":
+            return self.server.shelf.save()
+        if what == "stats":
+            return json.dumps(self.stats()).encode()
+        if what == "awaited":
+            return self.server.awaited(worker).encode()
+        return self._kept.get(what, b"")
+
+    def stats(self) -> dict[str, Any]:
+        counts = self.server.counts
+        return {
+            "server": self.station.number,
+            "updates": counts.updates,
+            "bytes_in": counts.bytes_in,
+            "bytes_out": counts.bytes_out,
+            "dropped": counts.dropped,
+            "skipped": counts.skipped,
+            "lags": {str(lag): count for lag, count in sorted(counts.lags.items())},
+            "busy_s": round(self.busy_s, 4),
+            "seconds": round(time.monotonic() - self.started, 4),
+            "load_bytes": self._part.load,
+            "cpu_s": round(time.thread_time(), 4),
+        }
+
+    def _place(self, line: Line, message: Message, num_bytes: int) -> memoryview:
+        """Where the tensors behind a message go."""
+        if line.peer is not None and line.peer[0] == "worker" and line.peer[1] in self._guests:
+            guest = self._guests[line.peer[1]]
+            if isinstance(message, Push | Fill) and 0 <= message.parcel < len(self._part.parcels):
+                parcel = self._part.parcels[message.parcel]
+                if num_bytes <= parcel.num_bytes and guest.memory is not None:
+                    return memory_of(guest.memory.data[parcel.at : parcel.at + num_bytes])
+            if isinstance(message, Load | Keep) and num_bytes <= MAX_BLOB_BYTES:
+                guest.blob = bytearray(num_bytes)
+                return memoryview(guest.blob)
+        raise HoraError(f"{num_bytes} bytes behind a {type(message).__name__} that has no place for them")
+
+    def _post(self, out: Out) -> None:
+        for (role, number), message in out:
+            if role == "server":
+                line = self._servers.get(number)
+                if line is None:
+                    self._for_servers.append((number, message))
+                else:
+                    line.send(message)
+                    self._watch(line)
+                continue
+            guest = self._guests.get(number)
+            if guest is None:
+                continue
+            line = guest.lines[0]
+            payload = None
+            if isinstance(message, Ready) and not guest.shared:
+                assert guest.copies is not None
+                parcel = self._part.parcels[message.parcel]
+                line = guest.lines[parcel.number % len(guest.lines)]
+                payload = guest.copies.data[parcel.at : parcel.at + parcel.num_bytes]
+                if parcel.row and message.rows is not None:
+                    rows = torch.frombuffer(bytearray(message.rows[0]), dtype=torch.int64) if message.rows[0] else None
+                    table = self.server.readable(number)[parcel.blocks[0].number].view(-1, parcel.row)
+                    payload = table[rows].view(-1).view(torch.uint8) if rows is not None else None
+            try:
+                line.send(message, payload)
+            except Closed:
+                self._lose(line)
+                continue
+            self._watch(line)
+
+    def _note(self, kind: str, **facts: Any) -> None:
+        assert self._history is not None
+        self._history.write(json.dumps({"server": self.station.number, "kind": kind, **facts}) + "\n")
+
+
+def summary(stats: dict[str, Any]) -> str:
+    """One line for people about what a server has done."""
+    seconds = max(stats["seconds"], 1e-9)
+    total = sum(stats["lags"].values())
+    text = (f"server {stats['server']}: {stats['updates']} updates, {stats['updates'] / seconds:.1f}/s, "
+            f"{stats['bytes_in'] / 1e6:.0f} MB in, {stats['bytes_out'] / 1e6:.0f} MB out, "
+            f"busy {100 * stats['busy_s'] / seconds:.0f} %")  # fmt: skip
+    if total and set(stats["lags"]) != {"0"}:
+        shares = [f"{lag}: {100 * count / total:.0f} %" for lag, count in list(stats["lags"].items())[:8]]
+        text += f", lag {', '.join(shares)}{', …' if len(stats['lags']) > 8 else ''}"
+    for word in ("dropped", "skipped"):
+        if stats[word]:
+            text += f", {stats[word]} {word}"
+    return text

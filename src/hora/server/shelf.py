@@ -1,0 +1,202 @@
+"""Shelf: one server's blocks, and the user's own optimizer that updates them.
+
+The optimizer is the server's copy of the one that the script made: its groups hold the blocks instead of parameters,
+so hyper-parameters per group, skipped gradients and step counts per parameter are what torch makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import safetensors.torch
+import torch
+
+from .. import checkpoint, hyper
+from ..hyper import Hyper
+from ..lanes import is_dense
+from .layout import Block, Parcel, Part
+from .memory import Memory
+
+Gradient = torch.Tensor | None
+
+
+class Shelf:
+    """`memory` holds the parameters; `names` and `parameters` are the model's, for shapes and for messages."""
+
+    def __init__(
+        self,
+        part: Part,
+        memory: Memory,
+        parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self.part = part
+        self.memory = memory
+        self.names = names
+        self.optimizers = list(optimizers)
+        self.flats: list[torch.Tensor] = []  # each block as a vector in `memory`
+        self._blocks: list[torch.nn.Parameter] = []
+        self._means: dict[int, torch.Tensor] = {}  # kept, since fresh memory is slow
+        self._group_of: list[int] = []
+        self._settings: Hyper | None = None
+        groups = [
+            {id(p): number for number, group in enumerate(o.param_groups) for p in group["params"]} for o in optimizers
+        ]
+        for parcel in part.parcels:
+            for block in parcel.blocks:
+                parameter = parameters[block.index]
+                flat = memory.tensor(block.at, block.numel, parameter.dtype)
+                self.flats.append(flat)
+                shaped = flat
+                if block.whole:
+                    dense = is_dense(parameter)
+                    shaped = (
+                        flat.as_strided(parameter.shape, parameter.stride()) if dense else flat.view(parameter.shape)
+                    )
+                elif parcel.row:
+                    shaped = flat.view(-1, *parameter.shape[1:])
+                self._blocks.append(torch.nn.Parameter(shaped))
+                self._group_of.append(groups[parcel.optimizer][id(parameter)])
+        self._adopt(parameters)
+
+    def _adopt(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The groups hold blocks from now on, for the length of a step each; what an optimizer has from the start, as
+        Adagrad does, is cut to their size."""
+        found = [dict(optimizer.state) for optimizer in self.optimizers]
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["params"] = []
+        for parcel in self.part.parcels:
+            for block in parcel.blocks:
+                state = found[parcel.optimizer].get(parameters[block.index])
+                if state is not None:
+                    self._keep(parcel.optimizer, block.number, state)
+
+    def _keep(self, optimizer: int, number: int, state: dict[str, Any]) -> None:
+        parameter = self._blocks[number]
+        kept = {key: _like_block(value, parameter) for key, value in state.items()}
+        self.optimizers[optimizer].state[parameter] = kept
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    def version(self, block: Block) -> int:
+        return self.memory.words[block.number] // 2
+
+    def versions(self, parcel: Parcel) -> list[int]:
+        words = self.memory.words
+        return [words[block.number] // 2 for block in parcel.blocks]
+
+    def apply(self, parcel: Parcel, gradients: Sequence[Gradient], settings: Hyper | None) -> None:
+        """One step of the optimizer on the blocks that have a gradient, all of which get a new version."""
+        optimizer, words = self.optimizers[parcel.optimizer], self.memory.words
+        if settings is not None and settings is not self._settings:
+            hyper.adopt(self.optimizers, settings)
+            self._settings = settings
+        touched = []
+        groups = optimizer.param_groups
+        for block, gradient in zip(parcel.blocks, gradients, strict=True):
+            if gradient is not None:
+                parameter = self._blocks[block.number]
+                parameter.grad = gradient if gradient.is_sparse else gradient.view_as(parameter) if (
+                    not block.whole or parameter.is_contiguous()
+                ) else gradient.as_strided(parameter.shape, parameter.stride())  # fmt: skip
+                groups[self._group_of[block.number]]["params"].append(parameter)
+                touched.append(block.number)
+        for number in touched:
+            words[number] += 1  # odd: being written
+        try:
+            optimizer.step()
+        finally:
+            for number in touched:
+                words[number] += 1
+                self._blocks[number].grad = None
+            for group in groups:
+                group["params"] = []
+
+    def mean(self, parcel: Parcel, parts: Sequence[tuple[Sequence[Gradient], float]]) -> list[Gradient]:
+        """The sum of everybody's gradients, each times its factor; None for a block that nobody has one for.
+
+        Half precision is added up in float32 and rounded once."""
+        result: list[Gradient] = []
+        for position, block in enumerate(parcel.blocks):
+            given = [(gradients[position], factor) for gradients, factor in parts]
+            result.append(self._mean(block, [(g, factor) for g, factor in given if g is not None]))
+        return result
+
+    def _mean(self, block: Block, given: list[tuple[torch.Tensor, float]]) -> Gradient:
+        if not given:
+            return None
+        first, factor = given[0]
+        if first.is_sparse:
+            return sum((g * f for g, f in given[1:]), first * factor).coalesce()
+        total = self._room(block, first)
+        torch.mul(first, factor, out=total)
+        for gradient, factor in given[1:]:
+            total.add_(gradient, alpha=factor)
+        if total.dtype != first.dtype:
+            return total.to(first.dtype)
+        return total
+
+    def _room(self, block: Block, like: torch.Tensor) -> torch.Tensor:
+        wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
+        room = self._means.get(block.number)
+        if room is None:
+            room = self._means[block.number] = torch.empty(block.numel, dtype=wide)
+        return room
+
+    def fill(self, parcel: Parcel, values: Sequence[torch.Tensor]) -> None:
+        """These are the parameters now."""
+        words = self.memory.words
+        for block, value in zip(parcel.blocks, values, strict=True):
+            words[block.number] += 1
+            self.flats[block.number].copy_(value)
+            words[block.number] += 1
+
+    # -- optimizer state -----------------------------------------------------------------------------------------------
+
+    def save(self) -> bytes:
+        """The parameters, then what each optimizer keeps, by block: of one moment."""
+        values = {str(number): flat for number, flat in enumerate(self.flats)}
+        states: list[dict[str, Any]] = [{} for _ in self.optimizers]
+        for parcel in self.part.parcels:
+            kept = self.optimizers[parcel.optimizer].state
+            for block in parcel.blocks:
+                if self._blocks[block.number] in kept:
+                    states[parcel.optimizer][str(block.number)] = dict(kept[self._blocks[block.number]])
+        return pack([values, *states])
+
+    def load(self, blob: bytes) -> None:
+        """The optimizers' state, by block."""
+        for number, theirs in enumerate(unpack(blob)):
+            self.optimizers[number].state.clear()
+            for block, state in theirs.items():
+                self._keep(number, int(block), state)
+
+
+def pack(states: list[dict[str, Any]]) -> bytes:
+    plain, tensors = checkpoint.encode(states)
+    data = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    return msgspec.msgpack.encode([plain, data])
+
+
+def unpack(blob: bytes) -> list[dict[str, Any]]:
+    plain, data = msgspec.msgpack.decode(blob)
+    states: list[dict[str, Any]] = checkpoint.decode(plain, checkpoint.parse(data, "optimizer state"))
+    return states
+
+
+def _like_block(value: Any, block: torch.Tensor) -> Any:
+    """State that is the same everywhere in a parameter, as Adagrad's first sum is, cut to a block's size."""
+    if not isinstance(value, torch.Tensor) or value.numel() <= 1 or value.shape == block.shape:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    return value.reshape(-1)[: block.numel()].reshape(block.shape).clone()
+
+
+def views(memory: Memory, part: Part, dtypes: Sequence[torch.dtype]) -> Iterator[list[torch.Tensor]]:
+    """Each parcel's blocks in `memory`, as vectors; `dtypes` are the parameters'."""
+    for parcel in part.parcels:
+        yield [memory.tensor(block.at, block.numel, dtypes[block.index]) for block in parcel.blocks]

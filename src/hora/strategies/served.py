@@ -1,0 +1,586 @@
+"""Served: a worker whose parameters are the servers'. At a step it pushes its gradients and pulls the result.
+
+    backward      as in plain PyTorch: `p.grad` is this worker's own, to be clipped or looked at
+    open_step     the gradients go to the servers, parcel by parcel, and the parameters come back
+    step()        finds its groups empty: the optimizer's state is the servers', and so is the update
+    after_step    the groups hold the parameters again
+
+In plain sync the workers step together, so all that is said of loops, absent workers and stopping holds as it does for
+the all-reduce family (`lockstep`). Otherwise a worker goes its own way: it tells the servers when it begins and ends to
+train, so that nobody waits for one that does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .. import hyper
+from ..buckets import Backward, Bucket
+from ..collectives.base import Group
+from ..errors import HoraError
+from ..lanes import flatten, is_dense, laid
+from ..roster import Roster
+from ..server.client import Client
+from ..server.host import Colocated, layout_of, sparse_ones
+from ..server.layout import Block, Part
+from ..server.messages import Begin, Ready
+from ..server.shelf import pack, unpack
+from . import nonfinite, states
+from .pile import Pile
+from .ps import PS
+from .sync import Halt, Snapshot, Sync, Verdict
+from .watching import Watching
+
+log = logging.getLogger(__name__)
+
+CATCH_UPS = 20  # how often a worker that was left behind reads again until all servers are at one step
+
+
+class Served(Watching, Sync):
+    def __init__(self, roster: Roster, strategy: PS) -> None:
+        Sync.__init__(self, roster)
+        self.strategy = strategy
+        self.lockstep = self.together = strategy.mode == "sync" and not strategy.backup
+        self.num_dropped = 0
+        self.jumped = 0  # steps of the others that a dropped gradient's worker has missed
+        self._place = (0, 0)  # which batch of which loop is under way
+        self._present = 0  # how many workers have samples in it
+        self._passed = (-1, -1)  # the batch up to which the others have come
+        self.lags: list[int] = []
+        self._outline = {id(each): [len(group["params"]) for group in each.param_groups] for each in roster.optimizers}
+        self._backward = Backward(roster.parameters, roster.names, self)
+        self._pile = Pile()
+        self._client: Client
+        self._colocated: Colocated | None = None
+        self._sparse = sparse_ones(roster)
+        self._step = 0  # as the servers count
+        self._told: hyper.Hyper | None = None  # the hyper-parameters that the servers know
+        self._absent = False
+        self._pushed = False  # a step was pushed whose result is still to be read
+        self._eligible = True
+        self._swapped: list[list[torch.Tensor]] = []
+        self._flats: dict[int, tuple[int, torch.Tensor]] = {}  # parameters as vectors, by index, with their address
+        self._grads: dict[int, torch.Tensor | None] = {}
+        self._buffer_versions: list[tuple[int, int]] = []
+        self._culprit = ""
+        self._verdict = Verdict()
+        self._cause: HoraError | None = None
+        self._scale = 1.0
+
+    # -- binding -----------------------------------------------------------------------------------------------------
+
+    def bind(self, group: Group) -> None:
+        access = self.access
+        self.home = group
+        layout = layout_of(self.roster, access.num_servers, self.strategy.block_bytes)
+        if not access.joined:
+            self.roster.agree(group)
+        if self.lockstep and group.size > 1:
+            kind = group.transport.kind
+            self.group = group.new_group(range(group.size), "auto" if kind == "shm" else kind)
+        if access.colocated and access.rank < access.num_servers:
+            self._colocated = Colocated(access, self.roster, self.strategy.rules(), self.strategy.block_bytes)
+            access.control.put(f"parameters/{access.rank}", b"here")  # the run cannot go on without this process
+        self._client = Client(
+            rank=access.rank,
+            name=access.name,
+            layout=layout,
+            dtypes=[p.dtype for p in self.roster.parameters],
+            control=access.control,
+            token=access.token,
+            timeout_s=access.timeout_s,
+            check=self._check,
+            targets=self._target,
+            shared=access.shared,
+        )
+        self._client.connect(self.roster.entries())
+        if access.rank == 0:
+            self._client.fill(self._values)
+        if not access.joined:
+            group.barrier("the servers have rank 0's parameters")
+        self._refresh()
+        self._buffer_versions = self.roster.signature()
+        self._backward.hook()
+
+    def _check(self) -> None:
+        """While this worker waits for a server: is there still something to wait for?"""
+        if self._cause is not None:
+            raise self._cause
+        if self.group is not None:
+            self.group.transport.check()
+        if self._colocated is not None:
+            self._colocated.check()
+
+    def abort(self, cause: HoraError) -> None:
+        super().abort(cause)
+        if self.group is None:
+            self._cause = cause
+
+    def unbind(self) -> None:
+        self._backward.unhook()
+        self._client.close()
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+    def linger(self) -> None:
+        """After this worker has left: its own server stays until all have."""
+        self._client.close()
+        if self._colocated is not None:
+            self._colocated.close(self.access.timeout_s)
+
+    @property
+    def verdict(self) -> Verdict:
+        return self._verdict
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def weigh(self, weight: float, expected: float) -> None:
+        pile = self._pile
+        pile.forget_cleared()
+        if weight != pile.weight and pile:
+            if not weight:
+                raise ValueError("job.weight(0) in the middle of an accumulation: leave that backward() out instead")
+            factor = pile.weight / weight
+            with torch.no_grad():
+                for parameter in self.roster.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
+        pile.weight, pile.expected = weight, expected
+
+    def before_forward(self) -> None:
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        if self._backward.running:
+            self._backward.forget()  # the last one was broken off by an exception that the user caught
+        self._pile.forget_cleared()
+        self.roster.check_unchanged()
+        self._backward.hook(keep=bool(self._pile))
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        """Nothing leaves before the step: until then the gradient is the user's to change."""
+
+    def after_backward(self) -> None:
+        self._pile.add()
+        self._pile.mark(self.roster.parameters)
+
+    def rescaled(self) -> None:
+        """In sync all workers' scalers must find the same; `combine` sees to that."""
+
+    def combine(self, found: Iterable[torch.Tensor]) -> None:
+        """A scaler has looked for infinities: what one worker found counts for all that step with it."""
+        if self.group is not None:
+            for each in found:
+                host = each.detach().cpu().clone()
+                self.group.all_reduce(host, "max", name="found_inf")
+                each.copy_(host)
+
+    def absent_step(self) -> None:
+        for parameter in self.roster.parameters:
+            parameter.grad = None
+        self._pile.clear()
+        self._absent = True
+
+    def share_gradients(self) -> None:
+        """Nothing to do: an absent worker's gradient is none."""
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """This worker's own gradient; `clip_norm=` is for the mean."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        self.roster.check_optimizer(optimizer)
+        self._check_groups(optimizer)
+        self.jumped = 0
+        if self.halted:
+            self.drop()
+            return False
+        found = getattr(optimizer, "found_inf", None)  # a scaler's words to a fused optimizer
+        if found is not None and bool(found):
+            self._pile.clear()
+            return False
+        scale = getattr(optimizer, "grad_scale", None)
+        self._scale = 1.0 / float(scale) if scale is not None else 1.0
+        mine = [p for group in optimizer.param_groups for p in group["params"]]
+        if not self._absent and not self._pile and all(p.grad is None for p in mine):
+            raise HoraError(
+                f"{type(optimizer).__name__}.step() without a backward() since the last one: there is no gradient to "
+                "apply. Call loss.backward() first, or leave the step out on every worker"
+            )
+        self._verdict = Verdict(stop=self._verdict.stop and not self.lockstep)
+        culprit = self._nonfinite(mine)
+        if culprit and not self.lockstep:
+            return self._lament(culprit)
+        self._culprit = culprit
+        if not self.lockstep:
+            return True
+        try:
+            self.num_exchanges += 1
+            self.exchanging = True
+            self.before_exchange()
+            self.exchanging = False
+        except Halt as halt:
+            self.halted = str(halt)
+            self.drop()
+            return False
+        return True
+
+    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        if [len(group["params"]) for group in optimizer.param_groups] != self._outline[id(optimizer)]:
+            raise HoraError(
+                f"{type(optimizer).__name__} has got a parameter since job.prepare(), and the servers have none of it: "
+                "complete the optimizer first, then prepare it"
+            )
+
+    def _nonfinite(self, parameters: Iterable[torch.Tensor]) -> str:
+        """Which of this worker's gradients is not finite, in words; before any of them has left."""
+        named = []
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is not None:
+                values = grad._values() if grad.layout is torch.sparse_coo else grad
+                if not bool(torch.isfinite(values.detach().sum(dtype=torch.float32))) and not bool(
+                    torch.isfinite(values).all()
+                ):
+                    named.append(self.roster.names[self.roster.index[id(parameter)]])
+        if not named:
+            return ""
+        more = " and others" if len(named) > nonfinite.MOST_NAMED else ""
+        return f"the gradient of {', '.join(named[: nonfinite.MOST_NAMED])}{more} on {self.access.name} is not finite"
+
+    def _lament(self, text: str) -> bool:
+        self._pile.clear()
+        self._verdict.skipped = text
+        if self.on_nonfinite == "raise":
+            raise HoraError(f"{text} {nonfinite.ADVICE}")
+        if self.access.rank == 0 or not self.lockstep:
+            log.warning("%s: this step is not taken", text)
+        return False
+
+    def open_step(self, optimizer: torch.optim.Optimizer) -> None:
+        begin_s = time.perf_counter()
+        self._collect(optimizer)
+        self.push_pull(self.roster.optimizers.index(optimizer), self._gradient)
+        self._grads.clear()
+        self._pile.clear()
+        self._absent = False
+        if self._verdict.skipped:
+            return
+        for group in optimizer.param_groups:
+            self._swapped.append(group["params"])
+            group["params"] = []
+        self.traffic.num_exchanges += 1
+        seconds = time.perf_counter() - begin_s
+        self.traffic.comm_s += seconds
+        self.traffic.exposed_s += seconds
+        self.traffic.sent_bytes += self._num_bytes(optimizer)
+
+    def push_pull(self, number: int, gradient: Callable[[Block], torch.Tensor | None]) -> None:
+        """One step of optimizer `number`: every block's gradient to its server, every block's parameters back."""
+        if self._pushed:
+            self._client.hold()
+            self._conclude(self._client.pull())
+        self._client.push(self._begin(number), gradient)
+        self._pushed = True
+        if not self.strategy.prefetch:
+            self._conclude(self._client.pull())
+
+    def _num_bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        return sum(
+            p.grad.numel() * p.grad.element_size() if p.grad.layout is torch.strided else p.grad._values().numel() * 4
+            for group in self._swapped
+            for p in group
+            if p.grad is not None
+        )
+
+    def _begin(self, number: int) -> Begin:
+        settings = hyper.read(self.roster.optimizers)
+        told, self._told = self._told, settings
+        pile, strategy = self._pile, self.strategy
+        weight, total, count, scale = pile.weight, pile.total or pile.weight, pile.count or 1, self._scale
+        if self._absent:
+            weight = total = 0.0
+            count = 0
+        if strategy.mode != "sync":
+            scale *= total / pile.total_expected if pile.total_expected else 1.0
+            scale *= self._clipping()
+        self.roster.refresh_buffers()
+        changed = self.access.rank == 0 and self.roster.signature() != self._buffer_versions
+        return Begin(
+            self._step,
+            number,
+            0,
+            weight=weight,
+            total=total,
+            count=count,
+            scale=scale,
+            hyper=None if settings == told else settings,
+            nonfinite=self._culprit,
+            stop=self.stop_wanted,
+            buffers=changed and self.group is not None,
+            present=self._present or self.access.size,
+            place=self._place,
+            eligible=self._eligible,
+        )
+
+    def _clipping(self) -> float:
+        """What `clip_norm` multiplies this gradient by: alone, a worker has all of it."""
+        if self.strategy.clip_norm is None:
+            return 1.0
+        grads = [grad for grad in self._grads.values() if grad is not None]
+        values = [grad.values() if grad.is_sparse else grad for grad in grads]
+        norm = float(torch.nn.utils.get_total_norm(values)) * self._scale
+        return min(1.0, self.strategy.clip_norm / (norm + 1e-6))
+
+    def _collect(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients of this step as vectors, in the order in which their parameters lie in memory."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                index = self.roster.index[id(parameter)]
+                self._grads[index] = self._flat(index, parameter)
+
+    def _flat(self, index: int, parameter: torch.Tensor) -> torch.Tensor | None:
+        grad = parameter.grad
+        if grad is None:
+            return None
+        if grad.layout is torch.sparse_coo:
+            if index not in self._sparse:
+                raise HoraError(
+                    f"the gradient of {self.roster.names[index]} is sparse, and no nn.Embedding(sparse=True) has it: "
+                    "under ps only these have rows that travel alone"
+                )
+            return grad.detach().coalesce().cpu()
+        if grad.dtype != parameter.dtype or grad.shape != parameter.shape:
+            raise HoraError(
+                f"the gradient of {self.roster.names[index]} is {list(grad.shape)} of {grad.dtype}, the parameter "
+                f"{list(parameter.shape)} of {parameter.dtype}"
+            )
+        if is_dense(parameter) and grad.stride() != parameter.stride():
+            grad = torch.empty_like(parameter).copy_(grad)
+        return laid(grad)
+
+    def _gradient(self, block: Block) -> torch.Tensor | None:
+        grad = self._grads.get(block.index)
+        if grad is None:
+            return None
+        if grad.is_sparse:
+            return self._rows(block, grad)
+        if block.index in self._sparse:
+            return self._rows(block, grad.view(self.roster.parameters[block.index].shape).to_sparse(1).coalesce())
+        return grad if block.whole else grad[block.start : block.stop]
+
+    def _rows(self, block: Block, grad: torch.Tensor) -> torch.Tensor:
+        """The rows of a sparse gradient that lie in this block, counted from its beginning."""
+        row = grad.numel() // grad.shape[0]
+        first, last = block.start // row, block.stop // row
+        rows, values = grad.indices()[0], grad.values()
+        begin, end = (int(at) for at in torch.searchsorted(rows, torch.tensor([first, last])))
+        return torch.sparse_coo_tensor(
+            (rows[begin:end] - first)[None],
+            values[begin:end].reshape(end - begin, row),
+            (last - first, row),
+            is_coalesced=True,
+        )
+
+    def _target(self, block: Block) -> torch.Tensor:
+        """Where a block's parameters go."""
+        flat = self._vector(block.index)
+        return flat if block.whole else flat[block.start : block.stop]
+
+    def _vector(self, index: int) -> torch.Tensor:
+        parameter = self.roster.parameters[index]
+        known = self._flats.get(index)
+        if known is None or known[0] != parameter.data_ptr():
+            whole = parameter.detach()
+            known = self._flats[index] = (parameter.data_ptr(), flatten(whole) if is_dense(whole) else laid(whole))
+        return known[1]
+
+    def _scatter(self) -> None:
+        """Parameters with gaps in their memory were read into vectors of their own."""
+        for index, (_, flat) in self._flats.items():
+            parameter = self.roster.parameters[index]
+            if not is_dense(parameter):
+                parameter.detach().copy_(flat.view(parameter.shape))
+
+    def _values(self, block: Block) -> torch.Tensor:
+        """A block's parameters as they are here."""
+        flat = laid(self.roster.parameters[block.index])
+        return flat if block.whole else flat[block.start : block.stop]
+
+    def _conclude(self, readies: list[Ready]) -> None:
+        """The step's result is here: what the servers said of it."""
+        self._pushed = False
+        self._scatter()
+        self._step += 1
+        self.lags += self._client.lags
+        if self.strategy.sync_every:
+            self._client.got(self._step)
+        if self.strategy.mode == "sync":
+            self._conclude_sync(readies)
+
+    def _conclude_sync(self, readies: list[Ready]) -> None:
+        self._verdict.stop = any(ready.stop for ready in readies)
+        skipped = next((ready.skipped for ready in readies if ready.skipped), "")
+        if self.strategy.backup:
+            self._catch_up(readies)
+        if any(ready.buffers for ready in readies) and self.group is not None:
+            Roster.broadcast(list(self.roster.buffers.values()), self.group)
+            self._buffer_versions = self.roster.signature()
+        if skipped:
+            self._lament(skipped)
+
+    def _catch_up(self, readies: list[Ready]) -> None:
+        """After a step without this worker's gradient: it goes on where the others are."""
+        if any(ready.dropped for ready in readies):
+            self.num_dropped += 1
+            log.info("%s came late to step %d: its gradient was dropped", self.access.name, self._step - 1)
+        tries = 0
+        while len({ready.now for ready in readies}) > 1 and tries < CATCH_UPS:
+            tries += 1
+            readies = self._client.refresh()
+        now = max(ready.now for ready in readies)
+        self._eligible = all(ready.now == now for ready in readies)
+        self.jumped = now - self._step
+        self._step = now
+        self._passed = max([self._passed, *(ready.place for ready in readies)])
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for group, parameters in zip(optimizer.param_groups, self._swapped, strict=True):
+            group["params"] = parameters
+        self._swapped = []
+
+    def drop(self) -> None:
+        if self._pushed:
+            self._pushed = False
+            with contextlib.suppress(HoraError):
+                self._cause, cause = None, self._cause
+                self._client.check = lambda: None
+                self._client.drop(self._step)
+                self._cause, self._client.check = cause, self._check
+        for parameter in self.roster.parameters:
+            parameter.grad = None
+        self._grads.clear()
+        self._pile.clear()
+        self._backward.running = False
+        self.exchanging = False
+
+    def begin_batch(self, loop: int, batch: int, present: int) -> None:
+        self._place, self._present = (loop, batch), present
+
+    def is_past(self, loop: int, batch: int) -> bool:
+        return self._passed >= (loop, batch)
+
+    # -- loops ---------------------------------------------------------------------------------------------------------
+
+    def enter_loop(self) -> None:
+        if not self.lockstep:
+            self._client.enter()
+
+    def leave_loop(self) -> None:
+        """Waits for what is still on its way; where workers go their own ways, all take the newest there is."""
+        if self._pushed:
+            self._conclude(self._client.pull())
+        if self.lockstep:
+            return
+        self._client.rest()
+        self._refresh()
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Rank 0's are kept by server 0, for whoever leaves a loop after it."""
+        self.roster.refresh_buffers()
+        buffers = {name: buffer for name, buffer in self.roster.buffers.items() if buffer.numel()}
+        if not buffers:
+            return
+        if self.access.rank == 0:
+            self._client.keep(0, "buffers", pack([{name: b.detach().cpu() for name, b in buffers.items()}]))
+            return
+        blob = self._client.ask(0, "buffers")
+        if blob:
+            with torch.no_grad():
+                for name, value in unpack(blob)[0].items():
+                    if name in buffers:
+                        buffers[name].copy_(value)
+
+    def _refresh(self) -> None:
+        readies = self._client.refresh()
+        self._scatter()
+        if self.strategy.mode == "sync":
+            self._step = max(ready.now for ready in readies)
+
+    def stats(self) -> list[bytes]:
+        """What each server has done, as it tells it."""
+        return [self._client.ask(link.number, "stats") for link in self._client.links]
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self, complete: bool = True) -> Snapshot:
+        """In sync of one step. Otherwise others may go on meanwhile: then each server's blocks and their optimizer's
+        state are of one moment, and servers may differ by what was under way."""
+        if self._pushed:
+            self._conclude(self._client.pull())
+        if self.lockstep:
+            self.home.barrier("all are here to take a snapshot")
+        self._refresh()
+        self.roster.refresh_buffers()
+        parameters = {name: p.detach() for name, p in zip(self.roster.names, self.roster.parameters, strict=True)}
+        found: states.States = [{} for _ in self.roster.optimizers]
+        if complete:
+            parameters = {name: p.clone() for name, p in parameters.items()}
+            for link in self._client.links:
+                self._assemble(link.part, unpack(self._client.ask(link.number, "state")), parameters, found)
+        if self.lockstep:
+            self.home.barrier("snapshot taken")
+        return Snapshot(parameters, dict(self.roster.buffers), found)
+
+    def _assemble(
+        self, part: Part, told: list[dict[str, Any]], parameters: dict[str, torch.Tensor], found: states.States
+    ) -> None:
+        """What one server told of its blocks, into its places."""
+        values, *kept = told
+        for block in part.blocks:
+            name, parameter = self.roster.names[block.index], self.roster.parameters[block.index]
+            value = values[str(block.number)]
+            if is_dense(parameter):
+                flatten(parameters[name])[block.start : block.stop].copy_(value.reshape(-1))
+            else:
+                parameters[name].copy_(value.view(parameter.shape))
+            for number, by_block in enumerate(kept):
+                if str(block.number) in by_block:
+                    whole = found[number].setdefault(name, {})
+                    states.put(whole, by_block[str(block.number)], parameter, block.start, block.stop)
+
+    def load_states(self, kept: states.States) -> None:
+        if self.home.rank == 0:
+            for link in self._client.links:
+                blocks: list[dict[str, Any]] = [{} for _ in kept]
+                for parcel in link.part.parcels:
+                    for block in parcel.blocks:
+                        state = kept[parcel.optimizer].get(self.roster.names[block.index])
+                        if state is not None:
+                            parameter = self.roster.parameters[block.index]
+                            cut = states.cut(state, parameter, block.start, block.stop)
+                            blocks[parcel.optimizer][str(block.number)] = cut
+                self._client.load(link.number, pack(blocks))
+        self.home.barrier("optimizer state restored")
+
+    def reload(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in zip(self.roster.names, self.roster.parameters, strict=True):
+                parameter.copy_(parameters[name])
+            for name, buffer in self.roster.buffers.items():
+                buffer.copy_(buffers[name])
+        self.home.barrier("before the servers' parameters are restored")
+        if self.home.rank == 0:
+            self._client.fill(self._values)
+        self.home.barrier("the servers' parameters are restored")
+        self._refresh()
+        self._buffer_versions = self.roster.signature()

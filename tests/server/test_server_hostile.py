@@ -1,0 +1,204 @@
+"""Messages that are late, doubled or out of place: the server goes on, and applies nothing twice."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from checker import Checker
+from simulation import LR, Plan, World
+
+from hora.server.messages import Begin, Chosen, Drop, Enter, Entered, Got, Meet, Norm, Push, Ready, Rest
+from hora.server.state import Rules
+
+RULES = {
+    "sync": Rules(),
+    "backup": Rules(backup=1),
+    "clip": Rules(clip_norm=1.0),
+    "async": Rules(mode="async"),
+    "ssp": Rules(mode="ssp", staleness=1),
+    "sync_every": Rules(mode="async", sync_every=2),
+    "dc": Rules(mode="async", correct="dc"),
+}
+
+
+def lone(rules: Rules, num_workers: int = 1) -> World:
+    return World(0, rules, [Plan([]) for _ in range(num_workers)], Checker(), gaps=0.0)
+
+
+def gradients(world: World, parcel: Any, value: float = 1.0) -> list[torch.Tensor | None]:
+    return [torch.full((block.numel,), value, dtype=torch.float64) for block in parcel.blocks]
+
+
+def take(world: World, rank: int, step: int) -> list[Any]:
+    server = world.servers[0]
+    parcels = server.shelf.part.parcels
+    out = server.handle(rank, Begin(step, 0, len(parcels)))
+    for parcel in parcels:
+        out += server.handle(rank, Push(step, parcel.number, [1] * len(parcel.blocks)), gradients(world, parcel))
+    return out
+
+
+def applied(world: World) -> float:
+    """How often a gradient of ones was applied to every block: the same number everywhere."""
+    server = world.servers[0]
+    counts = set()
+    for block in server.shelf.part.blocks:
+        before = world.parameters[block.index].detach().reshape(-1)[block.start : block.stop]
+        counts |= set(((before - server.shelf.flats[block.number]) / LR).tolist())
+    assert len(counts) == 1
+    return float(counts.pop())
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "ssp"])
+def test_a_push_of_a_step_never_begun_changes_nothing(kind: str) -> None:
+    world = lone(RULES[kind])
+    server, parcel = world.servers[0], world.servers[0].shelf.part.parcels[0]
+    for step in (0, 7, -3):
+        assert server.handle(0, Push(step, 0, [1] * len(parcel.blocks)), gradients(world, parcel, 5.0)) == []
+    assert applied(world) == 0
+    assert len(take(world, 0, 8)) == len(server.shelf.part.parcels) * (kind != "sync")
+    assert applied(world) == (kind != "sync")  # in sync step 0 has to come first
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "ssp"])
+def test_words_of_one_that_is_gone_change_nothing(kind: str) -> None:
+    world = lone(RULES[kind], 2)
+    server = world.servers[0]
+    server.leave(1)
+    assert server.leave(1) == []
+    for message in (Begin(0, 0, 1), Enter(), Rest(), Got(0), Drop(0)):
+        assert server.handle(1, message) == []
+    assert take(world, 1, 0) == []
+    assert applied(world) == 0
+    take(world, 0, 0)
+    assert applied(world) == 1
+
+
+@pytest.mark.parametrize("kind", ["sync", "backup", "clip", "async", "ssp"])
+def test_begin_and_push_twice_count_once(kind: str) -> None:
+    rules = RULES[kind]
+    world = lone(Rules(clip_norm=1e9) if kind == "clip" else rules, 1 if kind != "backup" else 2)
+    server = world.servers[0]
+    parcels = server.shelf.part.parcels
+    answers: list[Ready] = []
+    for step in range(3):
+        for parcel in parcels:
+            for _ in range(2):
+                answers += [m for _, m in server.handle(0, Begin(step, 0, len(parcels)))]
+                push = Push(step, parcel.number, [1] * len(parcel.blocks))
+                answers += [m for _, m in server.handle(0, push, gradients(world, parcel))]
+    assert applied(world) == 3
+    assert sorted((r.step, r.parcel) for r in answers if not r.dropped) == [
+        (step, parcel.number) for step in range(3) for parcel in parcels
+    ]
+
+
+def test_the_begin_of_the_next_step_may_overtake_the_last_push_of_this_one() -> None:
+    """With prefetch a worker begins before it has read, and tensors have lines of their own."""
+    for kind in ("async", "ssp"):
+        world = lone(RULES[kind])
+        server = world.servers[0]
+        parcels = server.shelf.part.parcels
+        answers = server.handle(0, Begin(0, 0, len(parcels)))
+        for parcel in parcels[1:]:
+            answers += server.handle(0, Push(0, parcel.number, [1] * len(parcel.blocks)), gradients(world, parcel))
+        answers += server.handle(0, Begin(1, 0, len(parcels)))
+        answers += server.handle(0, Push(1, 1, [1] * len(parcels[1].blocks)), gradients(world, parcels[1]))
+        answers += server.handle(0, Push(0, 0, [1] * len(parcels[0].blocks)), gradients(world, parcels[0]))
+        for parcel in [parcels[0], *parcels[2:]]:
+            answers += server.handle(0, Push(1, parcel.number, [1] * len(parcel.blocks)), gradients(world, parcel))
+        assert applied(world) == 2 and len(answers) == 2 * len(parcels)
+
+
+def test_under_ssp_an_answer_that_waits_comes_though_the_next_step_has_begun() -> None:
+    world = lone(Rules(mode="ssp", staleness=0), 2)
+    server = world.servers[0]
+    num_parcels = len(server.shelf.part.parcels)
+    server.handle(1, Enter())
+    assert take(world, 0, 0) == []
+    assert server.handle(0, Begin(1, 0, num_parcels)) == []
+    out = take(world, 1, 0)
+    assert sorted(rank for (_, rank), _ in out) == [0] * num_parcels + [1] * num_parcels
+
+
+def test_a_dropped_step_is_forgotten_and_may_begin_again() -> None:
+    world = lone(RULES["sync"], 2)
+    server = world.servers[0]
+    parcel = server.shelf.part.parcels[0]
+    server.handle(0, Begin(0, 0, len(server.shelf.part.parcels)))
+    server.handle(0, Push(0, 0, [1] * len(parcel.blocks)), gradients(world, parcel, 100.0))
+    server.handle(0, Drop(0))
+    out = take(world, 0, 0) + take(world, 1, 0)
+    assert applied(world) == 1 and len(out) == 2 * len(server.shelf.part.parcels)
+
+
+def test_one_that_dies_in_a_synchronous_step_is_not_waited_for_and_its_half_counts_for_nothing() -> None:
+    for seed in range(20):
+        world = lone(RULES["sync"], 3)
+        server, dice = world.servers[0], random.Random(seed)
+        parcels = server.shelf.part.parcels
+        take(world, 0, 0)
+        server.handle(1, Begin(0, 0, len(parcels)))
+        out: list[Any] = []
+        early = dice.random() < 0.5
+        if early:
+            out += take(world, 2, 0)
+        for parcel in parcels[: dice.randint(0, len(parcels) - 1)]:
+            out += server.handle(1, Push(0, parcel.number, [1] * len(parcel.blocks)), gradients(world, parcel, 1.0))
+        out += server.leave(1)
+        if not early:
+            out += take(world, 2, 0)
+        assert applied(world) == 1 and server.now == 1
+        assert sorted(m.parcel for (_, rank), m in out if rank == 0) == [parcel.number for parcel in parcels]
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_a_storm_of_random_messages_ends_no_server_and_is_never_applied_to_half(kind: str) -> None:
+    """Any message at any time, doubled and in any order: no exception, and what a Push changes is bounded by what came."""
+    for seed in range(60):
+        dice = random.Random(seed)
+        world = lone(RULES[kind], 3)
+        server = world.servers[0]
+        parcels = server.shelf.part.parcels
+        last: tuple[Any, ...] | None = None
+        pushes = 0
+        for _ in range(120):
+            rank, step = dice.randrange(4), dice.randint(-1, 4)
+            parcel = dice.choice(parcels)
+            message: Any = dice.choice([
+                Begin(step, dice.choice([0, 0, 0, 1]), dice.choice([len(parcels), len(parcels), 0, 1])),
+                Push(step, parcel.number, [1] * len(parcel.blocks)), Push(step, parcel.number, [1] * len(parcel.blocks)),
+                Push(step, parcel.number, [1] * len(parcel.blocks)), Got(step), Enter(), Rest(), Drop(step), "leave", "join",
+            ])  # fmt: skip
+            if last is not None and dice.random() < 0.2:
+                rank, message, parcel = copy.copy(last)
+            last = (rank, message, parcel)
+            if message == "leave":
+                if dice.random() < 0.1:
+                    server.leave(rank)
+            elif message == "join":
+                if rank not in server.workers:
+                    server.join(rank)
+            elif isinstance(message, Push):
+                pushes += 1
+                server.handle(rank, message, gradients(world, parcel, 0.5))
+            else:
+                server.handle(rank, message)
+        assert all(word % 2 == 0 for word in server.shelf.memory.words), f"seed {seed}"
+        assert sum(server.shelf.versions(each)[0] - 1 for each in parcels) <= pushes, f"seed {seed}"
+
+
+def test_late_words_of_other_servers_change_nothing() -> None:
+    world = lone(RULES["clip"])
+    server = world.servers[0]
+    take(world, 0, 0)
+    assert server.hear(1, Norm(0, 4.0)) == []
+    follower = World(0, Rules(backup=1), [Plan([])], Checker(), num_servers=2).servers[1]
+    assert follower.hear(0, Chosen(0, [9])) == [] and follower.now == 1  # nobody is left whose gradients were chosen
+    assert follower.hear(0, Chosen(0, [0])) == [] and follower.now == 1
+    other = World(0, Rules(mode="async", sync_every=2), [Plan([])], Checker(), num_servers=2).servers[1]
+    assert other.hear(0, Entered(9, 3)) == [] and other.hear(0, Meet(2, [9])) == []
