@@ -26,8 +26,8 @@ SAMPLES = 60
 _building = threading.Lock()  # the seed is the process's, and ranks are threads
 
 
-def training(group: Group, strategy: str = "shared", **options: Any) -> Training:
-    """`strategy` may end in /N: so many servers, hosted by the first ranks; without it one."""
+def training(group: Group, strategy: str = "shared", history: str = "", **options: Any) -> Training:
+    """`strategy` may end in /N: so many servers, hosted by the first ranks, one without it; /Ntcp: reached over TCP."""
     text, _, servers = strategy.partition("/")
     chosen = parse(text)
     if chosen.uses_servers:
@@ -37,8 +37,10 @@ def training(group: Group, strategy: str = "shared", **options: Any) -> Training
             name=group.transport.name_of(group.rank),
             rank=group.rank,
             size=group.size,
-            num_servers=int(servers or 1),
+            num_servers=int(servers.removesuffix("tcp") or 1),
             colocated=True,
+            shared=not servers.endswith("tcp"),
+            history=history,
             timeout_s=group.transport.circle.timeout_s,
         )
     return Training(group, group._control, chosen, **options)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .helpers import EarlyStopping, clip_grad_norm_, scale_lr
     from .job import Job, init
     from .strategies import PS, Auto, Engine, Halving, Ring, Shared, Star, Tree
+    from .tables import ServerEmbedding
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ _HOMES = {
     "job": ("Job", "init"),
     "collectives": ("Group",),
     "data": ("Shard",),
+    "tables": ("ServerEmbedding",),
     "helpers": ("EarlyStopping", "clip_grad_norm_", "scale_lr"),
     "calls": (
         "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
@@ -58,6 +60,7 @@ __all__ = [
     "Mismatch",
     "PeerLost",
     "Ring",
+    "ServerEmbedding",
     "Shard",
     "Shared",
     "Star",

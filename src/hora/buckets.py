@@ -219,6 +219,12 @@ class Backward:
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
+    def join_in(self) -> None:
+        """Called inside a backward pass: a gradient came that is ours, though it is of none of `parameters`."""
+        if not self.running:
+            self._begin()
+        self.expect_end()
+
     def forget(self) -> None:
         """The last backward broke off; the next one starts afresh."""
         self.running = False

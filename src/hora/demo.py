@@ -1,6 +1,6 @@
 """`hora demo`: the handwritten digits, learnt by one worker and then by several under every strategy, side by side.
 
-Every run goes through the real launcher; its workers are this module, `python -m hora.demo RESULT EPOCHS`. The global
+Every run goes through the real launcher; its workers are this module, `python -m hora.demo RESULT EPOCHS SLOWNESS`. The global
 batch is the same everywhere, so that all runs take the same steps and must end with the same model, up to rounding.
 The runs' records go into a folder that the demo removes.
 """
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 
 STRATEGIES = ("auto", "shared", "shared:update=sharded", "ring", "halving", "tree", "star", "engine")
+SERVED = ("ps", "ps:mode=ssp,staleness=2", "ps:mode=async,sync_every=8", "ps:mode=async")
+UNEVEN = ("ring", "ps", "ps:mode=ssp,staleness=2", "ps:mode=async")  # with a worker that is slower than the others
+SLOWNESS = 4
+UNEVEN_EPOCHS = 3
 EPOCHS = 6
 GLOBAL_BATCH = 60
 LEARNING_RATE = 2e-3
@@ -46,10 +50,11 @@ def main(epochs: int = EPOCHS) -> int:
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     workers = 4 if num_cores() >= 4 else 2
-    runs = [("auto", 1), *((strategy, workers) for strategy in STRATEGIES)]
+    runs = [("auto", 1, 1), *((strategy, workers, 1) for strategy in (*STRATEGIES, *SERVED))]
+    runs += [(strategy, workers, SLOWNESS) for strategy in UNEVEN]
     console.print(
         f"A small convolutional net learns 1,500 handwritten digits, {epochs} epochs each time:\n"
-        f"with 1 worker, then with {workers} under each strategy.\n"
+        f"with 1 worker, then with {workers} under each strategy; at last with one of them {SLOWNESS} times slower.\n"
     )
     results: list[Result] = []
     failures: list[str] = []
@@ -58,15 +63,18 @@ def main(epochs: int = EPOCHS) -> int:
         ending_on_signals(),
         _showing(console) as showing,
     ):
-        for index, (strategy, size) in enumerate(runs):
-            with showing(f"{strategy}, {size} worker{'s' if size > 1 else ''}") as show:
-                result, complaint = _run(strategy, size, epochs, pathlib.Path(folder) / str(index), show)
+        for index, (strategy, size, slowness) in enumerate(runs):
+            what = f"{size} worker{'s' if size > 1 else ''}" if slowness == 1 else f"one {slowness}x slower"
+            with showing(f"{strategy}, {what}") as show:
+                length = epochs if slowness == 1 else min(epochs, UNEVEN_EPOCHS)
+                result, complaint = _run(strategy, size, length, slowness, pathlib.Path(folder) / str(index), show)
             if result is not None:
                 results.append(result)
             else:
                 failures.append(complaint)
     if results:
-        _print_results(results, console)
+        _print_results([row for row in results if row["slowness"] == 1], console)
+        _print_uneven(results, console)
     for failure in failures:
         print(f"hora demo: {failure}", file=sys.stderr, flush=True)
     print("Next: hora run -n 2 examples/gpt.py · hora explain ring · hora bench train -n 2 (against DDP)", flush=True)
@@ -83,7 +91,7 @@ def _showing(console: Console) -> Iterator[Callable[[str], contextlib.AbstractCo
 
     @contextlib.contextmanager
     def bar(name: str) -> Iterator[Show]:
-        task = progress.add_task(f"{name:<{len('shared:update=sharded, 2 workers')}}", total=None)
+        task = progress.add_task(f"{name:<{len('ps:mode=async,sync_every=8, 2 workers')}}", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
         progress.stop_task(task)
 
@@ -104,12 +112,14 @@ def _line(name: str) -> Iterator[Show]:
     print(f"{name}: {steps} steps in {time.monotonic() - begin:.1f} s", flush=True)
 
 
-def _run(strategy: str, size: int, epochs: int, folder: pathlib.Path, show: Show) -> tuple[Result | None, str]:
+def _run(
+    strategy: str, size: int, epochs: int, slowness: int, folder: pathlib.Path, show: Show
+) -> tuple[Result | None, str]:
     """One run through the launcher: its result, or what is to be said of its failure."""
     folder.mkdir()
     path = folder / "result.json"
     command = [sys.executable, "-m", "hora.launch.cli", "run", "-n", str(size), "--strategy", strategy]
-    command += ["--run-dir", str(folder / "run"), *WORKER, str(path), str(epochs)]
+    command += ["--run-dir", str(folder / "run"), *WORKER, str(path), str(epochs), str(slowness)]
     said: list[str] = []
     with subprocess.Popen(
         command,
@@ -172,7 +182,32 @@ def _print_results(results: list[Result], console: Console) -> None:
     )
 
 
-def worker(path: str, epochs: int) -> None:
+def _print_uneven(results: list[Result], console: Console) -> None:
+    """What one slow worker costs: against what all together could do if nobody waited for anybody."""
+    from rich.table import Table
+
+    even = {row["strategy"]: row["samples_per_s"] for row in results if row["slowness"] == 1 and row["workers"] > 1}
+    slow = [row for row in results if row["slowness"] > 1]
+    if not slow:
+        return
+    table = Table(title=f"one worker {SLOWNESS} times slower", title_justify="left")
+    table.add_column("strategy", overflow="fold")
+    for heading in ("samples\nper s", "all even", "nobody\nwaits", "reached"):
+        table.add_column(heading, justify="right")
+    for row in slow:
+        all_even = even.get(row["strategy"])
+        if all_even is None:
+            continue
+        ideal = all_even * (row["workers"] - 1 + 1 / SLOWNESS) / row["workers"]
+        numbers = [f"{value:,.0f}" for value in (row["samples_per_s"], all_even, ideal)]
+        table.add_row(row["strategy"], *numbers, f"{row['samples_per_s'] / ideal:.0%}")
+    console.print(table)
+    console.print(
+        "nobody waits: what the fast ones do when all are even, and the slow one its part of it\n", style="dim"
+    )
+
+
+def worker(path: str, epochs: int, slowness: int) -> None:
     """What each process does: the loop of any user, and a result at the end."""
     import torch
     from torch import nn
@@ -193,13 +228,18 @@ def worker(path: str, epochs: int) -> None:
     job.prepare(model, optimizer)
     loader = job.shard(train, global_batch=GLOBAL_BATCH, shuffle=True)
     total = epochs * len(loader)
-    begin, first = time.perf_counter(), 0
+    begin, first, seen = time.perf_counter(), 0, 0
+    is_slow = slowness > 1 and job.rank == job.size - 1
     for epoch in job.epochs(epochs):
         sum_of_losses = torch.zeros(())
         for x, y in loader:
+            started = time.perf_counter()
             loss = F.cross_entropy(model(x.to(job.device)), y.to(job.device))
             loss.backward()
+            if is_slow:
+                time.sleep((slowness - 1) * (time.perf_counter() - started))
             optimizer.step()
+            seen += len(x)
             optimizer.zero_grad()
             job.log(loss=loss)
             sum_of_losses += loss.detach().cpu() * len(x)
@@ -207,9 +247,9 @@ def worker(path: str, epochs: int) -> None:
                 print(f"step {job.step} of {total}", flush=True)
         if epoch == 0 and epochs > 1:  # the first epoch warms up
             job.traffic.reset()
-            begin, first = time.perf_counter(), job.step
+            begin, first, seen = time.perf_counter(), job.step, 0
     seconds, steps, traffic = time.perf_counter() - begin, job.step - first, job.traffic
-    mine = [traffic.exposed_s / seconds, traffic.sent_bytes / steps]
+    mine = [traffic.exposed_s / seconds, traffic.sent_bytes / max(1, steps), seen / seconds]
     model.eval()
     with torch.no_grad():
         parts = job.shard(test, batch_size=100)
@@ -220,7 +260,8 @@ def worker(path: str, epochs: int) -> None:
         result = {
             "strategy": job.strategy.spell(),
             "workers": job.size,
-            "samples_per_s": steps * GLOBAL_BATCH / seconds,
+            "slowness": slowness,
+            "samples_per_s": sums[4],
             "loss": sums[0] / len(train),
             "accuracy": sums[1] / len(test),
             "waiting": sums[2] / job.size,
@@ -243,4 +284,4 @@ def _peak_bytes() -> float:
 
 
 if __name__ == "__main__":
-    worker(sys.argv[1], int(sys.argv[2]))
+    worker(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -56,6 +56,8 @@ class Progress:
         if training.current_epoch is not None:
             parts.append(f"epoch {training.current_epoch}")
         parts += [f"{name} {float(value):.4g}" for name, value in self._values.items()]
+        if training.sync is not None:
+            parts += [f"{name} {value:.3g}" for name, value in training.sync.notes().items()]
         if training.num_samples > self._shown_samples:
             parts.append(f"{speed:,.0f} samples/s")
         print("  ".join(parts), file=sys.stderr, flush=True)

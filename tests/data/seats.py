@@ -21,6 +21,7 @@ class Recorder:
         self.now: int | None = None
         self.trains = True
         self.stop_before: int | None = None
+        self.passed: set[int] = set()  # batches that the others are past
         self._asked = 0
         self._board = board if board is not None else []  # what rank 0 shared, epoch by epoch
         self._shared = 0
@@ -44,6 +45,9 @@ class Recorder:
 
     def finish(self, loader: Shard, portion: Portion) -> None:
         self.calls.append(("finish", portion.batch))
+
+    def passes(self, loader: Shard, portion: Portion) -> bool:
+        return portion.batch in self.passed
 
     def absent(self, loader: Shard, portion: Portion) -> None:
         self.calls.append(("absent", portion.batch))

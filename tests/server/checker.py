@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -357,8 +358,7 @@ class SyncChecker(Checker):
         if ready.step < 0 and not self.world.rules.backup:
             return
         at = ready.now if self.world.rules.backup else ready.step + 1
-        reading = (walker.rank, ready.step if ready.step >= 0 else -1 - self.world.events, number)
-        assert self.nows.setdefault(reading, ready.now) == ready.now, (
+        assert self.nows.setdefault((walker.rank, ready.step, number), ready.now) == ready.now, (
             f"rank {walker.rank} read parcels of two steps on server {number}"
         )
         for block in self.world.layout.parts[number].parcels[ready.parcel].blocks:
@@ -383,13 +383,13 @@ class SyncChecker(Checker):
     def ends(self) -> None:
         for (number, step, parcel), workers in self.means.items():
             expected = self.chosen[step] if self.world.rules.backup else sorted(self.given[step])
-            assert workers == expected, f"server {number} took {workers} for parcel {parcel} of step {step}, not {expected}"
+            assert workers == expected, f"server {number} took {workers} for parcel {parcel} of step {step}"
 
 
 class Reference:
     """Plain torch, one process: the weighted mean of the given gradients, clipped, and the optimizer's own step."""
 
-    def __init__(self, parameters: list[torch.Tensor], optimizers: Any, clip_norm: float | None = None) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], optimizers: Any, clip_norm: float | None = None) -> None:
         self.parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
         self.optimizers = optimizers(self.parameters)
         self.clip_norm = clip_norm

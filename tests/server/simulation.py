@@ -42,7 +42,8 @@ def whole_numbers(shape: Sequence[int], dice: random.Random, dtype: torch.dtype 
 @dataclasses.dataclass
 class Plan:
     """What a worker will do: `script` of 'enter', 'rest', 'bye' and optimizers' numbers, one for each step; 'pause'
-    waits until everything that was sent has been heard and all others pause too. It joins and is killed at these events; `pace` is how often it moves, against 1 for a queue."""
+    waits until everything that was sent has been heard and all others pause too. It joins and is killed at these
+    events; `pace` is how often it moves, against 1 for a queue."""
 
     script: list[str | int]
     joins: int = 0
@@ -69,6 +70,7 @@ class Walker:
         self.joined = self.gone = False
         self.step = 0
         self.taken = 0  # steps, counting those that were dropped
+        self.pulls = 0
         self.outstanding: set[tuple[int, int]] = set()
         self.held = [[flat.clone() for flat in server.shelf.flats] for server in world.servers]
         self.base = [[0] * len(server.shelf.flats) for server in world.servers]
@@ -117,15 +119,17 @@ class Walker:
                 have = None if all(g is not None for g in gradients) else [g is not None for g in gradients]
                 base = [self.base[number][block.number] for block in parcel.blocks]
                 line = world.dice.randrange(world.lines)
-                world.queue(("w", self.rank, number, line)).append((Push(self.step, parcel.number, base, have), gradients))
+                push = Push(self.step, parcel.number, base, have)
+                world.queue(("w", self.rank, number, line)).append((push, gradients))
                 self.outstanding.add((number, parcel.number))
         if not self.outstanding:
             self._finish()
 
     def _pull(self) -> None:
         """Reads everything anew, since the servers were at different steps."""
+        self.pulls += 1
         for number, part in enumerate(self.world.layout.parts):
-            self.world.queue(("w", self.rank, number, 0)).append((Pull(-self.taken), ()))
+            self.world.queue(("w", self.rank, number, 0)).append((Pull(-1 - self.pulls), ()))
             self.outstanding |= {(number, parcel.number) for parcel in part.parcels}
 
     def hear(self, number: int, ready: Ready) -> None:
@@ -288,7 +292,8 @@ class World:
             for walker in self.walkers:
                 if not walker.joined and walker.plan.joins <= self.events:
                     self._join(walker)
-                if walker.joined and not walker.gone and walker.plan.dies is not None and walker.plan.dies <= self.events:
+                dies = walker.plan.dies
+                if walker.joined and not walker.gone and dies is not None and dies <= self.events:
                     self.kill(walker)
             choices: list[Any] = [key for key, queue in self._queues.items() if queue]
             weights = [1.0] * len(choices)
@@ -314,7 +319,9 @@ class World:
         self.checker.ends()
 
 
-def random_plans(dice: random.Random, num_workers: int, num_steps: int, *, lively: bool, num_optimizers: int = 1) -> list[Plan]:
+def random_plans(
+    dice: random.Random, num_workers: int, num_steps: int, *, lively: bool, num_optimizers: int = 1
+) -> list[Plan]:
     """Workers of different pace; `lively` ones also rest, leave, are killed and come later. At least one stays."""
     plans = []
     for rank in range(num_workers):

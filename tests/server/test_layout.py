@@ -17,7 +17,8 @@ class OwnSGD(torch.optim.SGD):
 def random_model(seed: int) -> list[torch.nn.Parameter]:
     dice = random.Random(seed)
     dtypes = [torch.float32, torch.float32, torch.float64, torch.bfloat16]
-    shapes = [tuple(dice.choice([1, 3, 16, 200]) for _ in range(dice.randint(1, 3))) for _ in range(dice.randint(3, 12))]
+    num_dims = [dice.randint(1, 3) for _ in range(dice.randint(3, 12))]
+    shapes = [tuple(dice.choice([1, 3, 16, 200]) for _ in range(each)) for each in num_dims]
     return [torch.nn.Parameter(torch.zeros(shape, dtype=dice.choice(dtypes))) for shape in shapes]
 
 
@@ -64,8 +65,8 @@ def test_a_single_huge_embedding_is_split_evenly() -> None:
 
 def test_sparse_tables_are_cut_by_rows_and_travel_alone() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1000, 24)), torch.nn.Parameter(torch.zeros(10))]
-    layout = cut(parameters, [torch.optim.SparseAdam([parameters[0]]), torch.optim.SGD([parameters[1]], lr=0.1)], 2, 4096,
-                 frozenset({0}))  # fmt: skip
+    optimizers = [torch.optim.SparseAdam([parameters[0]]), torch.optim.SGD([parameters[1]], lr=0.1)]
+    layout = cut(parameters, optimizers, 2, 4096, frozenset({0}))
     parcels = [parcel for part in layout.parts for parcel in part.parcels]
     assert all(parcel.row == (24 if parcel.blocks[0].index == 0 else 0) for parcel in parcels)
     assert all(len(p.blocks) == 1 and p.blocks[0].start % 24 == p.blocks[0].numel % 24 == 0 for p in parcels if p.row)
@@ -114,6 +115,6 @@ def test_the_cut_is_the_same_whatever_the_values(seed: int) -> None:
 
 
 def test_parameters_without_an_optimizer_are_nobodys() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(8)), torch.nn.Parameter(torch.zeros(8)), torch.nn.Parameter(torch.zeros(0))]
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (8, 8, 0)]
     layout = cut(parameters, [torch.optim.SGD([parameters[0], parameters[2]], lr=0.1)], 1, 1 << 20)
     assert layout.served == {0} and {block.index for block in layout.parts[0].blocks} == {0}

@@ -13,13 +13,14 @@ from simulation import LR, Contribution, Plan, Walker, World, plain, random_plan
 
 from hora.server.state import Rules
 
-BATCHES = 10
+BATCHES = 8
 
 
 def run(seed: int, rules: Rules, *, lively: bool = True, **options: Any) -> AsyncChecker:
     dice = random.Random(seed)
     optimizers = dice.choice([plain, plain, two])
-    plans = random_plans(dice, dice.randint(1, 5), dice.randint(1, 5), lively=lively, num_optimizers=1 + (optimizers is two))
+    num_optimizers = 2 if optimizers is two else 1
+    plans = random_plans(dice, dice.randint(1, 5), dice.randint(1, 5), lively=lively, num_optimizers=num_optimizers)
     checker = AsyncChecker(LR)
     options = {"num_servers": dice.randint(1, 3), "lines": dice.randint(1, 2), "optimizers": optimizers, **options}
     world = World(seed, rules, plans, checker, **options)
@@ -52,27 +53,27 @@ def test_ssp_uses_its_bound() -> None:
 def test_ssp_with_staleness_0_is_lockstep() -> None:
     for seed in range(60):
         dice = random.Random(seed)
-        plans = [Plan(["enter", "pause", *[0] * 5, "rest"], pace=dice.choice([0.05, 1.0, 4.0])) for _ in range(dice.randint(2, 5))]
+        script: list[str | int] = ["enter", "pause", *[0] * 5, "rest"]
+        plans = [Plan(script, pace=dice.choice([0.05, 1.0, 4.0])) for _ in range(dice.randint(2, 5))]
         checker = AsyncChecker(LR)
         world = World(seed, Rules(mode="ssp", staleness=0), plans, checker, num_servers=dice.randint(1, 3))
-        started: list[tuple[int, int]] = []
+        started: list[int] = []
         give = world.random_gradients
 
-        def note(walker: Walker, step: int, optimizer: int, started: list[tuple[int, int]] = started, give: Any = give) -> Contribution:
-            started.append((step, walker.rank))
+        def note(walker: Walker, step: int, optimizer: int, started: Any = started, give: Any = give) -> Contribution:
+            started.append(step)
             return give(walker, step, optimizer)
 
         world.contribute = note
         world.run()
-        steps = [step for step, _ in started]
-        assert steps == sorted(steps), f"seed {seed}: a step began before all had taken the one before it"
+        assert started == sorted(started), f"seed {seed}: a step began before all had taken the one before it"
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 @pytest.mark.parametrize("correct", ["scale", "dc"])
 def test_corrections_are_the_formulas_of_their_papers(mode: str, correct: str) -> None:
     lags: set[int] = set()
-    for seed in range(60):
+    for seed in range(40):
         scale = 1.0 if seed % 2 else 0.5
         checker = AsyncChecker(LR)
         dice = random.Random(seed)
@@ -93,7 +94,7 @@ def test_corrections_are_the_formulas_of_their_papers(mode: str, correct: str) -
     assert max(lags) >= 3
 
 
-def test_async_with_mixed_types_and_hyper_parameters_of_the_pusher() -> None:
+def test_async_with_mixed_types_loses_nothing() -> None:
     for seed in range(60):
         dice = random.Random(seed)
         plans = random_plans(dice, dice.randint(1, 4), 4, lively=True)

@@ -158,7 +158,7 @@ def test_one_that_dies_in_a_synchronous_step_is_not_waited_for_and_its_half_coun
 
 @pytest.mark.parametrize("kind", RULES)
 def test_a_storm_of_random_messages_ends_no_server_and_is_never_applied_to_half(kind: str) -> None:
-    """Any message at any time, doubled and in any order: no exception, and what a Push changes is bounded by what came."""
+    """Any message at any time, doubled and in any order: no exception, and no more updates than pushes."""
     for seed in range(60):
         dice = random.Random(seed)
         world = lone(RULES[kind], 3)
@@ -169,11 +169,10 @@ def test_a_storm_of_random_messages_ends_no_server_and_is_never_applied_to_half(
         for _ in range(120):
             rank, step = dice.randrange(4), dice.randint(-1, 4)
             parcel = dice.choice(parcels)
-            message: Any = dice.choice([
-                Begin(step, dice.choice([0, 0, 0, 1]), dice.choice([len(parcels), len(parcels), 0, 1])),
-                Push(step, parcel.number, [1] * len(parcel.blocks)), Push(step, parcel.number, [1] * len(parcel.blocks)),
-                Push(step, parcel.number, [1] * len(parcel.blocks)), Got(step), Enter(), Rest(), Drop(step), "leave", "join",
-            ])  # fmt: skip
+            begin = Begin(step, dice.choice([0, 0, 0, 1]), dice.choice([len(parcels), len(parcels), 0, 1]))
+            push = Push(step, parcel.number, [1] * len(parcel.blocks))
+            others: list[Any] = [Got(step), Enter(), Rest(), Drop(step), "leave", "join", "pull"]
+            message: Any = dice.choice([begin, begin, push, push, push, *others])
             if last is not None and dice.random() < 0.2:
                 rank, message, parcel = copy.copy(last)
             last = (rank, message, parcel)
@@ -183,6 +182,8 @@ def test_a_storm_of_random_messages_ends_no_server_and_is_never_applied_to_half(
             elif message == "join":
                 if rank not in server.workers:
                     server.join(rank)
+            elif message == "pull":
+                server.refresh(rank, -1)
             elif isinstance(message, Push):
                 pushes += 1
                 server.handle(rank, message, gradients(world, parcel, 0.5))
@@ -202,3 +203,32 @@ def test_late_words_of_other_servers_change_nothing() -> None:
     assert follower.hear(0, Chosen(0, [0])) == [] and follower.now == 1
     other = World(0, Rules(mode="async", sync_every=2), [Plan([])], Checker(), num_servers=2).servers[1]
     assert other.hear(0, Entered(9, 3)) == [] and other.hear(0, Meet(2, [9])) == []
+
+
+def test_gradients_that_were_all_in_count_though_their_worker_is_gone() -> None:
+    world = lone(RULES["sync"], 2)
+    server = world.servers[0]
+    parcels = server.shelf.part.parcels
+    server.handle(1, Begin(0, 0, len(parcels)))
+    for parcel in parcels:
+        server.handle(1, Push(0, parcel.number, [1] * len(parcel.blocks)), gradients(world, parcel, 3.0))
+    server.leave(1)
+    out = take(world, 0, 0)
+    assert applied(world) == 2 and len(out) == len(parcels)
+
+
+def test_a_server_that_hears_late_who_was_chosen_still_has_the_gradients_of_one_that_is_gone() -> None:
+    world = World(0, Rules(backup=1), [Plan([]) for _ in range(3)], Checker(), num_servers=2)
+    follower = world.servers[1]
+    parcels = follower.shelf.part.parcels
+    for rank, value in ((0, 1.0), (1, 3.0)):
+        follower.handle(rank, Begin(0, 0, len(parcels), present=3))
+        for parcel in parcels:
+            push = Push(0, parcel.number, [1] * len(parcel.blocks))
+            follower.handle(rank, push, gradients(world, parcel, value))
+    follower.leave(1)
+    follower.hear(0, Chosen(0, [0, 1]))
+    assert follower.now == 1
+    for block in follower.shelf.part.blocks:
+        before = world.parameters[block.index].detach().reshape(-1)[block.start : block.stop]
+        assert torch.equal(follower.shelf.flats[block.number], before - LR * 2)

@@ -13,7 +13,8 @@ from hora.server.state import Rules
 
 def run(seed: int, plans: list[Plan], every: int, num_servers: int) -> MeetingChecker:
     checker = MeetingChecker(LR)
-    world = World(seed, Rules(mode="async", sync_every=every), plans, checker, num_servers=num_servers, lines=1 + seed % 2)
+    rules = Rules(mode="async", sync_every=every)
+    world = World(seed, rules, plans, checker, num_servers=num_servers, lines=1 + seed % 2)
     try:
         world.run()
     except Exception as problem:
@@ -21,23 +22,24 @@ def run(seed: int, plans: list[Plan], every: int, num_servers: int) -> MeetingCh
     return checker
 
 
-@pytest.mark.parametrize("batch", range(10))
+@pytest.mark.parametrize("batch", range(8))
 def test_all_that_train_hold_the_same_bits_after_every_kth_step(batch: int) -> None:
     """Some rest, leave, come later, or are killed, also while the others wait for them."""
     met = 0
-    for seed in range(batch * 50, batch * 50 + 50):
+    for seed in range(batch * 40, batch * 40 + 40):
         dice = random.Random(seed)
         plans = random_plans(dice, dice.randint(1, 5), dice.randint(2, 7), lively=True)
         checker = run(seed, plans, dice.randint(1, 3), dice.randint(1, 3))
         met += sum(count > 1 for count in checker.met.values())
-    assert met > 20
+    assert met > 15
 
 
 def test_all_present_come_together_at_every_kth_step() -> None:
     for seed in range(60):
         dice = random.Random(seed)
         num_workers, every = dice.randint(2, 5), dice.randint(1, 3)
-        plans = [Plan(["enter", "pause", *[0] * 6, "rest"], pace=dice.choice([0.05, 1.0, 4.0])) for _ in range(num_workers)]
+        script: list[str | int] = ["enter", "pause", *[0] * 6, "rest"]
+        plans = [Plan(script, pace=dice.choice([0.05, 1.0, 4.0])) for _ in range(num_workers)]
         checker = run(seed, plans, every, dice.randint(1, 3))
         assert checker.met == dict.fromkeys(range(every, 7, every), num_workers), f"seed {seed}"
 

@@ -32,11 +32,12 @@ log = logging.getLogger(__name__)
 class Seat(Protocol):
     """What a loader asks of the job, and tells it. Called by the loop's thread only.
 
-    For every iteration: `enter`; for every portion `stopped`, then `begin` and `finish` around the user's code, or
-    `absent` while training; `leave` once, whatever happens. The same portions come in the same order on every worker,
-    so each of these may meet the others; but not where blocks are leased: there each worker has its own, nobody is
-    absent, and `stopped` is also asked while this worker waits at the end of the last epoch. `leave(finished=False)` is
-    called from inside `break`, or while an exception passes: Python prints what it raises and goes on.
+    For every iteration: `enter`; for every portion `stopped`, then, unless it `passes`, `begin` and `finish` around the
+    user's code, or `absent` while training; `leave` once, whatever happens. The same portions come in the same order on
+    every worker, so each of these may meet the others; but not where blocks are leased: there each worker has its own,
+    nobody is absent, and `stopped` is also asked while this worker waits at the end of the last epoch.
+    `leave(finished=False)` is called from inside `break`, or while an exception passes: Python prints what it raises
+    and goes on.
     """
 
     rank: int
@@ -59,6 +60,9 @@ class Seat(Protocol):
 
     def finish(self, loader: Shard, portion: Portion) -> None:
         """The user's code came back for the next one."""
+
+    def passes(self, loader: Shard, portion: Portion) -> bool:
+        """Whether this worker is so late that the others have gone on from this batch without it: it is left out."""
 
     def absent(self, loader: Shard, portion: Portion) -> None:
         """This worker has no samples in this batch. Called only while training."""
@@ -93,6 +97,9 @@ class Alone:
 
     def finish(self, loader: Shard, portion: Portion) -> None:
         pass
+
+    def passes(self, loader: Shard, portion: Portion) -> bool:
+        return False
 
     def absent(self, loader: Shard, portion: Portion) -> None:
         pass
@@ -182,12 +189,15 @@ class Shard:
                     batch = fetch()
                     if not ledger.begin(portion):
                         continue
+                    if seat.passes(self, portion):
+                        ledger.done(portion)
+                        continue
                     seat.begin(self, portion)
                     yield batch
                     ledger.done(portion)
                     seat.finish(self, portion)
                 else:
-                    if seat.training(self):
+                    if seat.training(self) and not seat.passes(self, portion):
                         seat.absent(self, portion)
                     ledger.done(portion)
             else:

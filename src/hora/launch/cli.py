@@ -235,6 +235,8 @@ def bench(ctx: click.Context) -> None:
     \b
       hora bench allreduce -n 2
       hora bench train -n 2 --model mlp
+      hora bench ps -n 2 --servers 1
+      hora bench staleness --plot staleness.png
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -314,6 +316,65 @@ def train(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     return training.main(those, model, steps, rounds, json_path, plot_path)
+
+
+@bench.command()
+@click.option("-n", "size", type=_Whole(), default=2, help="How many workers, e.g. -n 4. Without it: 2.")
+@click.option("--servers", type=_Whole(), default=1, help="How many servers, e.g. --servers 2. Without it: 1.")
+@click.option(
+    "--params",
+    default="10M,100M",
+    metavar="SIZES",
+    help="Numbers of parameters, e.g. --params 1M,10M. Without it: 10M,100M.",
+)
+@click.option("--rounds", type=_Whole(), default=10, help="Rounds of all in turn, e.g. --rounds 20. Without it: 10.")
+@click.option("--no-peers", is_flag=True, help="Measure only Hora and the memory limit, e.g. -n 4 --no-peers.")
+@click.option(
+    "--install-peers",
+    is_flag=True,
+    help="Make an environment for each peer under ~/.cache/hora/peers and end, e.g. hora bench ps --install-peers.",
+)
+@click.option(
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+)
+def ps(
+    size: int, servers: int, params: str, rounds: int, no_peers: bool, install_peers: bool, json_path: str | None
+) -> int:
+    """Push-pull of a whole model: Hora, a parameter server of Ray actors, TensorFlow's, and the memory limit.
+
+    \b
+      hora bench ps -n 2 --servers 1 --params 10M --json out.jsonl
+    """
+    from hora.bench import ps as pushing
+    from hora.bench import ps_hora, ps_peers, ps_table
+
+    try:
+        if install_peers:
+            for peer in ps_peers.PACKAGES:
+                ps_peers.install(peer)
+            return codes.OK
+        sizes = [ps_table.params_of(part) for part in params.split(",")]
+        peers = () if no_peers else pushing.PEERS
+        return pushing.main(size, servers, sizes, json_path, rounds, peers, ps_hora.contestants)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+@bench.command()
+@click.option("--seeds", type=_Whole(), default=3, help="Runs of each, e.g. --seeds 5. Without it: 3.")
+@click.option(
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+)
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
+def staleness(seeds: int, json_path: str | None, plot_path: str | None) -> int:
+    """What late gradients cost under ps:mode=async, and what scale and delay compensation win back.
+
+    \b
+      hora bench staleness --plot staleness.png
+    """
+    from hora.bench.staleness import main as sweep
+
+    return sweep(seeds, json_path, plot_path)
 
 
 @hora.command()

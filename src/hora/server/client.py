@@ -42,20 +42,24 @@ from .messages import (
     Hello,
     Keep,
     Load,
+    Lookup,
     Message,
     Pull,
     Push,
     Ready,
     Refused,
     Rest,
+    Rows,
     Trouble,
     Welcome,
 )  # fmt: skip
+from .rows import from_bytes, num_bytes, to_bytes
 from .shelf import views
 
 log = logging.getLogger(__name__)
 
 NUM_EXTRA = 1  # further connections to a server on another host, for tensors
+MAX_ROWS = 1 << 20  # of a table that a batch may touch: their numbers fit into a message with room to spare
 PATIENT_TRIES = 1000  # so many readings that met a write, and the client looks up whether the server still lives
 CAUSE_S = 0.5  # a broken line waits this long for word of why
 
@@ -79,6 +83,7 @@ class Link:
         self.readies: list[Ready] = []
         self.answers: list[Message] = []
         self.blob: bytearray | None = None
+        self.rooms: dict[int, torch.Tensor] = {}  # for rows that were asked for, by the number of the Lookup
         self.staged: list[list[torch.Tensor]] = []
         self.read: list[list[torch.Tensor]] = []
         self._dtypes = dtypes
@@ -115,6 +120,7 @@ class Client:
         self.links = [Link(number, part, dtypes) for number, part in enumerate(layout.parts)]
         self.check = check
         self.num_retries = 0  # readings that met a write
+        self.pushed_bytes = 0  # of gradients, sent or laid out for a server to read
         self.lags: list[int] = []
         self._targets = targets
         self._control = control
@@ -124,6 +130,8 @@ class Client:
         self._poller = select.poll()
         self._by_descriptor: dict[int, tuple[Link, Line]] = {}
         self._num_pulls = 0
+        self._deferring = False
+        self._deferred: list[tuple[Link, Ready]] = []  # what may be read, and is not before it is wanted
         self._passing: Passing | None = None
         if shared:
             with contextlib.suppress(OSError):
@@ -132,6 +140,12 @@ class Client:
         for optimizer in {parcel.optimizer for part in layout.parts for parcel in part.parcels}:
             those = [(link, p) for link in self.links for p in link.part.parcels if p.optimizer == optimizer]
             self._order[optimizer] = sorted(those, key=lambda pair: (pair[1].blocks[0].index, pair[1].blocks[0].start))
+        self._tables: dict[int, list[Parcel]] = {}  # by parameter, in the order of the servers
+        for link in self.links:
+            for parcel in link.part.parcels:
+                if parcel.table is not None:
+                    self._tables.setdefault(parcel.table.index, []).append(parcel)
+        self._num_lookups = 0
         control.listen(self._hear)
 
     # -- connecting ----------------------------------------------------------------------------------------------------
@@ -207,6 +221,10 @@ class Client:
             parcel = link.part.parcels[message.parcel]
             if num_bytes <= parcel.num_bytes:
                 return memory_of(link.parameters.data[parcel.at : parcel.at + num_bytes])
+        if isinstance(message, Rows) and message.number in link.rooms:
+            room = link.rooms[message.number]
+            if num_bytes == room.numel() * room.element_size():
+                return memory_of(room)
         if isinstance(message, Blob):
             link.blob = bytearray(num_bytes)
             return memoryview(link.blob)
@@ -218,11 +236,12 @@ class Client:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def push(self, begin: Begin, gradient: Callable[[Block], torch.Tensor | None]) -> None:
-        """Sends a step's gradients to all servers, and reads what is ready meanwhile.
+    def push(self, begin: Begin, gradient: Callable[[Block], torch.Tensor | None], defer: bool = False) -> None:
+        """Sends a step's gradients to all servers, and reads what is ready meanwhile; with `defer` not before `pull`.
 
         `gradient(block)` is that block's as a vector, None if it has none, or a sparse tensor of its rows."""
         order = self._order.get(begin.optimizer, [])
+        self._deferring = defer
         for link in self.links:
             begin.parcels = sum(parcel.optimizer == begin.optimizer for parcel in link.part.parcels)
             link.outstanding = {p.number for p in link.part.parcels if p.optimizer == begin.optimizer}
@@ -233,21 +252,64 @@ class Client:
             self._push(link, parcel, begin.step, gradient)
             self._turn(0)
 
+    def look_up(self, index: int, ids: torch.Tensor) -> torch.Tensor:
+        """The rows with these ids, in order and each once, of the table that parameter `index` stands for. Blocks."""
+        self._num_lookups += 1
+        number, parcels, num_servers = self._num_lookups, self._tables[index], len(self.links)
+        asked = []
+        for link, parcel in zip(self.links, parcels, strict=True):
+            mine = (ids % num_servers == link.number).nonzero().view(-1)
+            if len(mine):
+                link.rooms[number] = _room(len(mine), parcel)
+                self._send(link, Lookup(number, parcel.number, to_bytes(ids[mine] // num_servers)))
+                asked.append((link, parcel, mine))
+        found = _room(len(ids), parcels[0])
+        for link, parcel, mine in asked:
+            answer = self._answer(link, Rows)
+            while isinstance(answer, Rows) and answer.number != number:
+                link.rooms.pop(answer.number, None)  # of one that was broken off
+                answer = self._answer(link, Rows)
+            assert isinstance(answer, Rows)
+            found[mine] = link.rooms.pop(number)
+            link.base[parcel.blocks[0].number] = answer.version
+        return found
+
+    def _push_rows(self, link: Link, parcel: Parcel, step: int, given: torch.Tensor | None) -> None:
+        """The gradient of a table, whose rows travel over the line."""
+        base = [link.base[parcel.blocks[0].number]]
+        if given is None:
+            self._send(link, Push(step, parcel.number, base, [False]))
+            return
+        assert parcel.table is not None
+        self.pushed_bytes += num_bytes([given])
+        values = given.values().to(parcel.table.dtype).contiguous()
+        self._send(link, Push(step, parcel.number, base, None, [to_bytes(given.indices()[0])]), values)
+
+    def _send(self, link: Link, message: Message, payload: torch.Tensor | None = None) -> None:
+        try:
+            link.lines[0].send(message, payload)
+        except Closed as problem:
+            raise self._lost(link, problem) from None
+
     def _push(self, link: Link, parcel: Parcel, step: int, gradient: Callable[[Block], torch.Tensor | None]) -> None:
+        if parcel.table is not None:
+            self._push_rows(link, parcel, step, gradient(parcel.blocks[0]))
+            return
         have: list[bool] = []
         rows = None
         staged = link.staged[parcel.number]
-        num_bytes = parcel.num_bytes
+        length = parcel.num_bytes
         for block, room in zip(parcel.blocks, staged, strict=True):
             given = gradient(block)
             have.append(given is not None)
             if given is None:
                 continue
+            self.pushed_bytes += num_bytes([given])
             if given.is_sparse:
                 values = given.values()
                 room[: values.numel()].copy_(values.reshape(-1))
-                rows = [given.indices()[0].numpy().tobytes()]
-                num_bytes = values.numel() * values.element_size()
+                rows = [to_bytes(given.indices()[0])]
+                length = values.numel() * room.element_size()
             else:
                 room.copy_(given)
         known = link.base if link.held is None else link.held
@@ -257,10 +319,14 @@ class Client:
             link.lines[0].send(message)
             return
         line = link.lines[parcel.number % len(link.lines)]
-        line.send(message, link.gradients.data[parcel.at : parcel.at + num_bytes] if any(have) else None)
+        line.send(message, link.gradients.data[parcel.at : parcel.at + length] if any(have) else None)
 
     def pull(self) -> list[Ready]:
         """Waits for the rest of the step's parcels and reads them; what the servers said of them."""
+        self._deferring = False
+        deferred, self._deferred = self._deferred, []
+        for link, ready in deferred:
+            self._take(link, ready)
         started = time.monotonic()
         next_word = SLOW_S
         while any(link.outstanding for link in self.links):
@@ -324,7 +390,9 @@ class Client:
         return moved
 
     def _take(self, link: Link, message: Message) -> None:
-        if isinstance(message, Ready):
+        if isinstance(message, Ready) and self._deferring:
+            self._deferred.append((link, message))
+        elif isinstance(message, Ready):
             parcel = link.part.parcels[message.parcel]
             self._read(link, parcel, message)
             link.outstanding.discard(message.parcel)
@@ -335,15 +403,13 @@ class Client:
             link.answers.append(message)
 
     def _read(self, link: Link, parcel: Parcel, ready: Ready) -> None:
-        if ready.lag:
-            self.lags.append(ready.lag)
+        self.lags.append(ready.lag)
+        if parcel.table is not None:  # its rows are read when they are needed
+            link.base[parcel.blocks[0].number] = ready.versions[0]
+            return
         rows = None
         if parcel.row and ready.rows is not None:
-            rows = (
-                torch.frombuffer(bytearray(ready.rows[0]), dtype=torch.int64)
-                if ready.rows[0]
-                else torch.empty(0).long()
-            )
+            rows = from_bytes(ready.rows[0])
         source = link.read[parcel.number]
         for position, block in enumerate(parcel.blocks):
             target = self._targets(block)
@@ -352,6 +418,8 @@ class Client:
                 link.base[block.number] = ready.versions[position]
             else:
                 self._read_whole(link, block, target, source[position], rows, parcel.row)
+                if rows is not None:
+                    link.base[block.number] = ready.versions[position]  # its other rows may have changed since
 
     def _read_whole(
         self, link: Link, block: Block, target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor | None, row: int
@@ -410,6 +478,8 @@ class Client:
         """The servers take these parameters over."""
         for link in self.links:
             for parcel in link.part.parcels:
+                if parcel.table is not None:
+                    continue
                 for block, room in zip(parcel.blocks, link.staged[parcel.number], strict=True):
                     room.copy_(parameter(block))
                 payload = None if link.shared else link.gradients.data[parcel.at : parcel.at + parcel.num_bytes]
@@ -482,3 +552,11 @@ class Client:
                 line.close()
         if self._passing is not None:
             self._passing.close()
+
+
+def _room(num_rows: int, parcel: Parcel) -> torch.Tensor:
+    """For rows of a table."""
+    assert parcel.table is not None
+    if num_rows > MAX_ROWS:
+        raise HoraError(f"a batch that touches {num_rows} rows of one table; the limit is {MAX_ROWS}")
+    return torch.empty(num_rows, parcel.row, dtype=parcel.table.dtype)

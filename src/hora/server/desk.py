@@ -12,7 +12,7 @@ import torch
 from ..hyper import Hyper
 from .layout import Parcel
 from .messages import Ready
-from .rows import RowLog
+from .rows import ROW_BYTES, RowLog, to_bytes
 from .shelf import Gradient, Shelf
 
 Address = tuple[str, int]
@@ -60,37 +60,73 @@ class Desk:
     def apply(self, parcel: Parcel, gradients: Sequence[Gradient], settings: Hyper | None) -> None:
         if all(gradient is None for gradient in gradients):
             return
-        if not parcel.row:
+        if parcel.table is not None:
+            assert gradients[0] is not None
+            self.shelf.apply_to_table(parcel, gradients[0], settings)
+        elif not parcel.row:
             self.shelf.apply(parcel, gradients, settings)
         elif gradients[0] is not None:
             log = self._log(parcel)
-            self.shelf.apply(parcel, gradients, settings)
-            sparse = gradients[0].is_sparse
-            rows = gradients[0].coalesce().indices()[0] if sparse else torch.arange(log.num_rows)
+            rows = self._apply_rows(parcel, gradients, settings, log.num_rows)
             log.touch(rows, self.shelf.version(parcel.blocks[0]))
+
+    def _apply_rows(
+        self, parcel: Parcel, gradients: Sequence[Gradient], settings: Hyper | None, num_rows: int
+    ) -> torch.Tensor:
+        """Which rows it has changed."""
+        gradient, flat = gradients[0], self.shelf.flats[parcel.blocks[0].number]
+        assert gradient is not None
+        if gradient.is_sparse and self.shelf.stays_in_rows(parcel, settings):
+            self.shelf.apply(parcel, gradients, settings)
+            return gradient.coalesce().indices()[0].clone()
+        before = flat.clone() if gradient.is_sparse else None
+        self.shelf.apply(parcel, gradients, settings)
+        if before is None:
+            return torch.arange(num_rows)
+        return (before != flat).view(num_rows, -1).any(1).nonzero().view(-1)
 
     def answer(self, worker: int, readies: list[Ready]) -> Out:
         out: Out = []
         for ready in readies:
             parcel = self.shelf.part.parcels[ready.parcel]
             ready.versions = self.shelf.versions(parcel)
-            if parcel.row:
-                ready.rows = [self._changed_rows(worker, parcel)]
-            self.counts.bytes_out += parcel.num_bytes
-            if worker in self.copies:
-                for block in parcel.blocks:
-                    self.copies[worker][block.number].copy_(self.shelf.flats[block.number])
+            copies = self.copies.get(worker)
+            if parcel.table is not None:
+                pass  # its rows are read when they are asked for
+            elif parcel.row:
+                rows = self._changed_rows(worker, parcel)
+                ready.rows = [to_bytes(rows)]
+                self._copy_rows(parcel, rows, copies)
+            else:
+                self.counts.bytes_out += parcel.num_bytes
+                if copies is not None:
+                    for block in parcel.blocks:
+                        copies[block.number].copy_(self.shelf.flats[block.number])
             out.append((("worker", worker), ready))
         return out
 
-    def _changed_rows(self, worker: int, parcel: Parcel) -> bytes:
+    def look_up(self, parcel: Parcel, rows: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """A table's version and these rows of it."""
+        found = self.shelf.tables[parcel.number].look_up(rows)
+        self.counts.bytes_out += found.numel() * found.element_size()
+        return self.shelf.version(parcel.blocks[0]), found
+
+    def _copy_rows(self, parcel: Parcel, rows: torch.Tensor, copies: list[torch.Tensor] | None) -> None:
+        """What a worker reads of a sparse block, counted, and, where it has a copy of its own, brought into that."""
+        number = parcel.blocks[0].number
+        table = self.shelf.flats[number].view(-1, parcel.row)
+        self.counts.bytes_out += len(rows) * (parcel.row * table.element_size() + ROW_BYTES)
+        if copies is not None and len(rows):
+            copies[number].view(-1, parcel.row).index_copy_(0, rows, table[rows])
+
+    def _changed_rows(self, worker: int, parcel: Parcel) -> torch.Tensor:
         """The rows of a sparse block that have changed since this worker was last answered; all, the first time."""
         log, version = self._log(parcel), self.shelf.version(parcel.blocks[0])
         seen = self._seen[worker].get(parcel.number)
         self._seen[worker][parcel.number] = version
         rows = torch.arange(log.num_rows) if seen is None else log.since(seen)
         log.forget(min(each.get(parcel.number, version) for each in self._seen.values()))
-        return rows.numpy().tobytes()
+        return rows
 
     def _log(self, parcel: Parcel) -> RowLog:
         if parcel.number not in self._rows:

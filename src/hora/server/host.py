@@ -13,10 +13,12 @@ import torch
 from ..errors import HoraError
 from ..lanes import is_dense
 from ..roster import Roster
+from ..tables import tables_of
 from .access import Access
 from .layout import Layout, cut
 from .loop import Loop, Station, summary
 from .state import Rules
+from .table import OPTIMIZERS, Spec
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +29,9 @@ def layout_of(roster: Roster, num_servers: int, block_bytes: int) -> Layout:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS needs all parameters at once, and servers have blocks of them: use ring or auto")
     _check_apart(roster)
-    return cut(roster.parameters, roster.optimizers, num_servers, block_bytes, sparse_ones(roster))
+    _check_tables(roster)
+    tables = _specs(roster, num_servers)
+    return cut(roster.parameters, roster.optimizers, num_servers, block_bytes, sparse_ones(roster), tables)
 
 
 def _check_apart(roster: Roster) -> None:
@@ -44,6 +48,42 @@ def _check_apart(roster: Roster) -> None:
                     "both modules have one nn.Parameter"
                 )
         others.append((start, stop, name))
+
+
+def _check_tables(roster: Roster) -> None:
+    served = {id(p) for optimizer in roster.optimizers for group in optimizer.param_groups for p in group["params"]}
+    for prefix, model in roster._prefixed():
+        for place, module in model.named_modules():
+            if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or id(module.weight) not in served:
+                continue
+            name = f"{prefix}{place}{'.' if place else ''}weight"
+            if module.max_norm is not None:
+                raise ValueError(
+                    f"{name} has max_norm={module.max_norm:g}, so that every forward writes into it, and the servers, "
+                    "whose table it is, would not know: leave max_norm out under ps"
+                )
+            if module.sparse and not module.weight.is_contiguous():
+                raise ValueError(f"{name} is sparse and its rows lie apart: make it contiguous() before job.prepare()")
+
+
+def _specs(roster: Roster, num_servers: int) -> dict[int, Spec]:
+    """The tables that only servers have, by the parameter that stands in for each."""
+    having = {
+        id(p): type(optimizer) for optimizer in roster.optimizers for g in optimizer.param_groups for p in g["params"]
+    }
+    found = {}
+    for table in tables_of(roster.models):
+        index = roster.index[id(table.rows)]
+        if id(table.rows) not in having:
+            raise ValueError(f"{roster.names[index]}, of a ServerEmbedding, is in no optimizer: its rows need one")
+        if having[id(table.rows)] not in OPTIMIZERS:
+            names = ", ".join(each.__name__ for each in OPTIMIZERS)
+            raise ValueError(
+                f"{roster.names[index]}, of a ServerEmbedding, is {having[id(table.rows)].__name__}'s, which is not "
+                f"known to update rows by themselves; there are: {names}"
+            )
+        found[index] = table.spec(index, num_servers)
+    return found
 
 
 def sparse_ones(roster: Roster) -> frozenset[int]:

@@ -9,6 +9,8 @@ what the next forward needs first comes first.
     blocks          |  0  |  1   |2|   3   |   4   |  5 |       balanced over the servers by bytes
     server 0        [ 0 ] [ 2  3 ] [ 5 ]                        parcels
     server 1        [ 1 ] [ 4 ]
+
+A table that only servers have (hora.ServerEmbedding) is a parcel of its own on every server, after the others.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ..lanes import ALIGN, CUT_BYTES, ELEMENTWISE, is_dense
+from .table import Spec
 
 ALIGN_BYTES = 128  # blocks begin on cache lines of their own
 PIECES = 4  # a model is cut into so many blocks per server at least, where it can be
@@ -46,7 +49,8 @@ class Block:
 class Parcel:
     """Blocks that travel together: bytes [at, at + num_bytes) of their server's memory.
 
-    `row` is 0, or the length of a row where only those that were touched travel; such a block travels alone."""
+    `row` is 0, or the length of a row where only those that were touched travel; such a block travels alone. Of a
+    `table` nothing lies in that memory: its one block is empty, and its `start` is the number of its server."""
 
     number: int  # on its server
     optimizer: int
@@ -54,6 +58,7 @@ class Parcel:
     at: int
     num_bytes: int
     row: int = 0
+    table: Spec | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +97,10 @@ def cut(
     num_servers: int,
     block_bytes: int,
     sparse: frozenset[int] = frozenset(),
+    tables: Mapping[int, Spec] | None = None,
 ) -> Layout:
-    """Depends on the parameters' shapes and types and the optimizers' groups alone. `sparse` ones are cut by rows.
+    """Depends on the parameters' shapes and types and the optimizers' groups alone. `sparse` ones are cut by rows;
+    those that stand in for `tables` are not cut at all.
 
     ValueError if there are more servers than blocks, or if two optimizers have one parameter."""
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -105,18 +112,20 @@ def cut(
                 if owner.setdefault(index, number) != number:
                     raise ValueError(f"two optimizers have one parameter of shape {list(parameter.shape)}: under ps "
                                      "each parameter has one optimizer")  # fmt: skip
-    served = sorted(index for index in owner if parameters[index].numel())
+    tables = tables or {}
+    served = sorted(index for index in owner if parameters[index].numel() and index not in tables)
     total = sum(parameters[index].numel() * parameters[index].element_size() for index in served)
     limit = min(block_bytes, max(CUT_BYTES, -(-total // (PIECES * num_servers))))
     pieces: list[tuple[int, int, int]] = []  # parameter, start, stop
     for index in served:
         parameter = parameters[index]
-        may_cut = type(optimizers[owner[index]]) in ELEMENTWISE or index in sparse
+        kind = type(optimizers[owner[index]])
+        may_cut = kind in ELEMENTWISE or (index in sparse and kind is torch.optim.SparseAdam)
         if may_cut and is_dense(parameter) and parameter.numel() * parameter.element_size() > limit:
             pieces += [(index, start, stop) for start, stop in _slices(parameter, limit, index in sparse)]
         else:
             pieces.append((index, 0, parameter.numel()))
-    if len(pieces) < num_servers:
+    if len(pieces) < num_servers and not tables:
         raise ValueError(
             f"{num_servers} servers for a model of {len(pieces)} block{'s' * (len(pieces) != 1)}: each server needs "
             f"one at least, so say --servers {len(pieces)} or less"
@@ -127,7 +136,7 @@ def cut(
     parts = []
     for server in range(num_servers):
         mine = [piece for piece, its in zip(pieces, server_of, strict=True) if its == server]
-        parts.append(_pack(mine, parameters, owner, limit, sparse))
+        parts.append(_shelve(_pack(mine, parameters, owner, limit, sparse), tables, owner, server))
     return Layout(tuple(parts), frozenset(served))
 
 
@@ -146,6 +155,16 @@ def _balance(sizes: Sequence[int], num_servers: int) -> list[int]:
         server_of[piece] = least
         loads[least] += max(1, sizes[piece])
     return server_of
+
+
+def _shelve(part: Part, tables: Mapping[int, Spec], owner: Mapping[int, int], server: int) -> Part:
+    """The tables' parcels behind the others."""
+    parcels = list(part.parcels)
+    for index, table in sorted(tables.items()):
+        number = len(part.blocks) + len(parcels) - len(part.parcels)
+        block = Block(number, index, server, server, part.num_bytes, False)
+        parcels.append(Parcel(len(parcels), owner[index], (block,), part.num_bytes, 0, table.width, table))
+    return Part(tuple(parcels), part.num_bytes)
 
 
 def _pack(

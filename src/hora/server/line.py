@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -92,25 +92,23 @@ class Line:
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
-    def receive(self) -> list[Message]:
-        """The messages that are there, each with its tensors in place. Closed if the other end is gone."""
-        found: list[Message] = []
+    def receive(self) -> Iterator[Message]:
+        """The messages that are there, each with its tensors in place, which is asked for once the one before it is
+        dealt with. Closed if the other end is gone."""
         while True:
             try:
                 count = self.sock.recv_into(self._target[self._filled :])
             except (BlockingIOError, InterruptedError):
-                return found
+                return
             except OSError as problem:
                 raise Closed(str(problem)) from None
             if count == 0:
-                if found:
-                    return found  # the end is met again next time
                 raise Closed("the connection was closed")
             self._filled += count
             if self._filled == len(self._target):
                 message = self._advance()
                 if message is not None:
-                    found.append(message)
+                    yield message
 
     def _advance(self) -> Message | None:
         """The header, the message or its tensors are whole; tells the message when all is."""

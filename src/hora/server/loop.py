@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import queue
 import selectors
 import socket
@@ -37,6 +38,7 @@ from .messages import (
     Done,
     Drop,
     Enter,
+    Entered,
     Extra,
     Fill,
     Got,
@@ -44,6 +46,8 @@ from .messages import (
     Hello,
     Keep,
     Load,
+    Lookup,
+    Meet,
     Message,
     Norm,
     Pull,
@@ -51,17 +55,21 @@ from .messages import (
     Ready,
     Refused,
     Rest,
+    Rows,
     Trouble,
     Welcome,
 )  # fmt: skip
+from .rows import ROW_BYTES, checked, from_bytes
 from .shelf import Gradient, Shelf, views
 from .state import Out, Rules, Server
+from .table import Spec
 
 log = logging.getLogger(__name__)
 
 PURPOSE = "parameters"
 TURN_S = 0.5  # how long the loop sleeps at most before it looks around
-MAX_BLOB_BYTES = 1 << 40
+BLOB_BYTES = 64 << 20  # what a worker may leave here, beside
+ELEMENT_BYTES = 64  # for each element of the model: several states of an optimizer, or a buffer
 
 
 class Station:
@@ -91,6 +99,7 @@ class _Guest:
         self.memory: Memory | None = None
         self.copies: Memory | None = None
         self.blob: bytearray | None = None
+        self.loose: dict[int, bytearray] = {}  # rows for tables, by the id of the Push that they came behind
 
 
 class Loop:
@@ -110,6 +119,7 @@ class Loop:
         self._layout = layout
         self._part = layout.parts[station.number]
         self._entries = entries
+        self._most_blob_bytes = BLOB_BYTES + ELEMENT_BYTES * sum(math.prod(entry[1]) for entry in entries)
         self._dtypes = [p.dtype for p in parameters]
         self._names = names
         memory = self._memory()
@@ -124,6 +134,7 @@ class Loop:
         for worker in station.workers:
             self.server.join(worker)
         self._alive = set(station.workers)
+        self._members = set(station.workers)  # those that the coordinator knows
         self._guests: dict[int, _Guest] = {}
         self._servers: dict[int, Line] = {}
         self._for_servers: list[tuple[int, Message]] = []  # for those that have not called yet
@@ -148,7 +159,8 @@ class Loop:
         address = f"{station.bind} {sock.getsockname()[1]} {self._passing.address if self._passing else '-'}"
         self._listener = handshake.Listener(sock, station.token, PURPOSE, self._welcome)
         station.control.put(f"ps/{station.number}", address.encode())
-        if station.number and (rules.backup or rules.clip_norm is not None):
+        agreeing = rules.backup or rules.clip_norm is not None or rules.mode == "ssp" or rules.sync_every is not None
+        if station.number and agreeing:
             self._call_first()
 
     def _memory(self) -> Memory:
@@ -250,6 +262,7 @@ class Loop:
             elif news.member is not None:
                 if news.kind == "joined":
                     self._alive.add(news.member.rank)
+                    self._members.add(news.member.rank)
                 else:
                     self._alive.discard(news.member.rank)
                     self._part_with(news.member.rank)
@@ -258,27 +271,18 @@ class Loop:
         try:
             if events & selectors.EVENT_WRITE:
                 line.flush()
-            found = line.receive() if events & selectors.EVENT_READ else []
+            if events & selectors.EVENT_READ:
+                for message in line.receive():
+                    self._handle(line, message)
         except Closed:
             self._lose(line)
-            return
-        except (HoraError, msgspec.MsgspecError) as problem:
+        except (HoraError, msgspec.MsgspecError) as problem:  # its fault, and not a reason to fail the others
             log.warning("server %d: a connection was closed: %s", self.station.number, problem)
+            with contextlib.suppress(Closed):
+                line.send(Trouble(f"server {self.station.number} refused this worker: {problem}"))
             self._lose(line)
-            return
-        for message in found:
-            try:
-                self._handle(line, message)
-            except Closed:
-                self._lose(line)
-                return
-            except HoraError as problem:  # this worker's fault, and not a reason to fail the others
-                log.warning("server %d: %s", self.station.number, problem)
-                with contextlib.suppress(Closed):
-                    line.send(Trouble(f"server {self.station.number} refused this worker: {problem}"))
-                self._lose(line)
-                return
-        self._watch(line)
+        else:
+            self._watch(line)
 
     def _watch(self, line: Line) -> None:
         if line.pending != (line in self._writing):
@@ -298,6 +302,8 @@ class Loop:
     def _part_with(self, worker: int) -> None:
         """This worker sends no more: well or not, nobody waits for it."""
         guest = self._guests.pop(worker, None)
+        if worker not in self._members:
+            self._alive.discard(worker)
         if guest is not None:
             for line in guest.lines:
                 with contextlib.suppress(KeyError, ValueError):
@@ -313,7 +319,8 @@ class Loop:
             return
         role, number = line.peer
         if role == "server":
-            assert isinstance(message, Chosen | Norm)
+            if not isinstance(message, Chosen | Norm | Entered | Meet):
+                raise HoraError(f"server {number} sent a {type(message).__name__}, which is not a server's to send")
             self._post(self.server.hear(number, message))
             return
         guest = self._guests.get(number)
@@ -321,6 +328,8 @@ class Loop:
             return  # it is gone, and this came before that was known
         if isinstance(message, Push):
             self._post(self.server.handle(number, message, self._gradients(guest, message)))
+        elif isinstance(message, Lookup):
+            line.send(*self._look_up(message))
         elif isinstance(message, Begin | Got | Drop | Enter | Rest):
             self._post(self.server.handle(number, message))
             if isinstance(message, Drop):
@@ -328,12 +337,13 @@ class Loop:
         elif isinstance(message, Pull):
             self._post(self.server.refresh(number, message.number))
         elif isinstance(message, Fill):
+            if not 0 <= message.parcel < len(self._part.parcels):
+                raise HoraError(f"parameters for parcel {message.parcel} of {len(self._part.parcels)}")
             parcel = self._part.parcels[message.parcel]
             self.server.shelf.fill(parcel, guest.gradients[message.parcel])
             line.send(Done())
         elif isinstance(message, Load):
-            assert guest.blob is not None
-            self.server.shelf.load(bytes(guest.blob))
+            self._load(number, bytes(guest.blob or b""))
             line.send(Done())
         elif isinstance(message, Keep):
             self._kept[message.what] = bytes(guest.blob or b"")
@@ -344,6 +354,12 @@ class Loop:
             self._part_with(number)
         else:
             raise HoraError(f"rank {number} sent a {type(message).__name__}, which is not a worker's to send")
+
+    def _load(self, worker: int, blob: bytes) -> None:
+        try:
+            self.server.shelf.load(blob)
+        except Exception as problem:
+            raise HoraError(f"rank {worker} sent optimizer state that cannot be read: {problem}") from None
 
     def _introduce(self, line: Line, message: Message) -> None:
         if isinstance(message, Hello):
@@ -373,6 +389,7 @@ class Loop:
             return f"{hello.name} says that it is rank {hello.worker}, which is here already"
         for mine, theirs in zip(self._entries, hello.entries, strict=False):
             if mine != theirs:
+                theirs = [*theirs, "", "", ""]
                 return (
                     f"the models differ: {hello.name} has {theirs[0]} {theirs[1]} of {theirs[2]} where server "
                     f"{self.station.number} has {mine[0]} {mine[1]} of {mine[2]}. Every process must build the same model"
@@ -389,10 +406,13 @@ class Loop:
         """The memory for this worker's gradients, and, where what it reads must be copied, for that."""
         num_blocks, num_bytes = len(self._part.blocks), self._part.num_bytes
         if guest.shared:
-            assert self._passing is not None
-            descriptor = self._passing.fetch(hello.passing, hello.key)
-            guest.memory = Memory(num_blocks, num_bytes, descriptor)
-            guest.memory.close()
+            try:
+                assert self._passing is not None
+                descriptor = self._passing.fetch(hello.passing, hello.key)
+                guest.memory = Memory(num_blocks, num_bytes, descriptor)
+                guest.memory.close()
+            except (AssertionError, OSError, ValueError) as problem:
+                raise HoraError(f"{hello.name} shows memory that cannot be mapped: {problem}") from None
         else:
             guest.memory = Memory(num_blocks, num_bytes)
         guest.gradients = list(views(guest.memory, self._part, self._dtypes))
@@ -415,21 +435,45 @@ class Loop:
         if not 0 <= push.parcel < len(self._part.parcels):
             raise HoraError(f"a gradient for parcel {push.parcel} of {len(self._part.parcels)}")
         parcel = self._part.parcels[push.parcel]
+        if parcel.table is not None:
+            return [self._table_gradient(guest, push, parcel.table)]
         if len(push.base) != len(parcel.blocks) or (push.have is not None and len(push.have) != len(parcel.blocks)):
             raise HoraError(f"a gradient for parcel {push.parcel} that has {len(push.base)} blocks")
         found: list[Gradient] = list(guest.gradients[push.parcel])
         if push.have is not None:
             found = [view if has else None for view, has in zip(found, push.have, strict=True)]
-        if parcel.row and found[0] is not None and push.rows is not None:
-            rows = (
-                torch.frombuffer(bytearray(push.rows[0]), dtype=torch.int64) if push.rows[0] else torch.empty(0).long()
-            )
+        if push.rows is not None and (len(push.rows) != 1 or not parcel.row):
+            raise HoraError(f"a gradient of rows for parcel {push.parcel}, which has none")
+        if found[0] is not None and push.rows is not None:
             num_rows = parcel.blocks[0].numel // parcel.row
-            if len(rows) > num_rows or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows):
-                raise HoraError(f"a gradient for rows that block {parcel.blocks[0].number} does not have")
+            rows = checked(push.rows[0], num_rows)
             values = found[0][: len(rows) * parcel.row].view(len(rows), parcel.row)
-            found = [torch.sparse_coo_tensor(rows[None], values, (num_rows, parcel.row), is_coalesced=True)]
+            found = [torch.sparse_coo_tensor(rows[None], values, (num_rows, parcel.row), is_coalesced=True,
+                                             check_invariants=False)]  # fmt: skip
         return found
+
+    def _table_gradient(self, guest: _Guest, push: Push, table: Spec) -> Gradient:
+        data = guest.loose.pop(id(push), b"")
+        if push.have == [False] and len(push.base) == 1:
+            return None
+        if push.have is not None or push.rows is None or len(push.rows) != 1 or len(push.base) != 1:
+            raise HoraError(f"a gradient for the table of parcel {push.parcel} that is not one of rows")
+        num_rows = table.rows_on(self.station.number)
+        rows = checked(push.rows[0], num_rows)
+        if len(data) != len(rows) * table.row_bytes:
+            raise HoraError(f"{len(data)} bytes as the gradient of {len(rows)} rows of {table.row_bytes}")
+        values = torch.frombuffer(data, dtype=table.dtype) if data else torch.empty(0, dtype=table.dtype)
+        return torch.sparse_coo_tensor(
+            rows[None], values.view(-1, table.width), (num_rows, table.width), is_coalesced=True, check_invariants=False
+        )
+
+    def _look_up(self, asked: Lookup) -> tuple[Rows, torch.Tensor]:
+        if not 0 <= asked.parcel < len(self._part.parcels) or self._part.parcels[asked.parcel].table is None:
+            raise HoraError(f"a look-up in parcel {asked.parcel}, which is no table")
+        parcel = self._part.parcels[asked.parcel]
+        assert parcel.table is not None
+        version, found = self.server.look_up(parcel, checked(asked.rows, parcel.table.rows_on(self.station.number)))
+        return Rows(asked.number, version), found
 
     def _answer(self, worker: int, what: str) -> bytes:
         if what == "state":
@@ -462,9 +506,13 @@ class Loop:
             guest = self._guests[line.peer[1]]
             if isinstance(message, Push | Fill) and 0 <= message.parcel < len(self._part.parcels):
                 parcel = self._part.parcels[message.parcel]
-                if num_bytes <= parcel.num_bytes and guest.memory is not None:
+                if isinstance(message, Push) and parcel.table is not None and message.rows:
+                    if num_bytes == len(message.rows[0]) // ROW_BYTES * parcel.table.row_bytes:
+                        guest.loose[id(message)] = bytearray(num_bytes)
+                        return memoryview(guest.loose[id(message)])
+                elif num_bytes <= parcel.num_bytes and guest.memory is not None:
                     return memory_of(guest.memory.data[parcel.at : parcel.at + num_bytes])
-            if isinstance(message, Load | Keep) and num_bytes <= MAX_BLOB_BYTES:
+            if isinstance(message, Load | Keep) and num_bytes <= self._most_blob_bytes:
                 guest.blob = bytearray(num_bytes)
                 return memoryview(guest.blob)
         raise HoraError(f"{num_bytes} bytes behind a {type(message).__name__} that has no place for them")
@@ -489,10 +537,9 @@ class Loop:
                 parcel = self._part.parcels[message.parcel]
                 line = guest.lines[parcel.number % len(guest.lines)]
                 payload = guest.copies.data[parcel.at : parcel.at + parcel.num_bytes]
-                if parcel.row and message.rows is not None:
-                    rows = torch.frombuffer(bytearray(message.rows[0]), dtype=torch.int64) if message.rows[0] else None
+                if message.rows is not None:
                     table = self.server.readable(number)[parcel.blocks[0].number].view(-1, parcel.row)
-                    payload = table[rows].view(-1).view(torch.uint8) if rows is not None else None
+                    payload = table[from_bytes(message.rows[0])]
             try:
                 line.send(message, payload)
             except Closed:
@@ -509,7 +556,7 @@ def summary(stats: dict[str, Any]) -> str:
     """One line for people about what a server has done."""
     seconds = max(stats["seconds"], 1e-9)
     total = sum(stats["lags"].values())
-    text = (f"server {stats['server']}: {stats['updates']} updates, {stats['updates'] / seconds:.1f}/s, "
+    text = (f"server {stats['server']} ({stats['load_bytes'] / 1e6:.1f} MB): {stats['updates']} updates, {stats['updates'] / seconds:.1f}/s, "
             f"{stats['bytes_in'] / 1e6:.0f} MB in, {stats['bytes_out'] / 1e6:.0f} MB out, "
             f"busy {100 * stats['busy_s'] / seconds:.0f} %")  # fmt: skip
     if total and set(stats["lags"]) != {"0"}:

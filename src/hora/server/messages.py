@@ -77,6 +77,14 @@ class Push(Message, tag="push"):
     rows: list[bytes] | None = None
 
 
+class Lookup(Message, tag="lookup"):
+    """Asks for rows of a table that only servers have."""
+
+    number: int
+    parcel: int
+    rows: bytes
+
+
 class Pull(Message, tag="pull"):
     """Asks for all parcels as they are, outside of a step."""
 
@@ -164,6 +172,13 @@ class Ready(Message, tag="ready"):
     rows: list[bytes] | None = None
 
 
+class Rows(Message, tag="rows"):
+    """The rows that Lookup `number` asked for follow; `version` is their table's."""
+
+    number: int
+    version: int
+
+
 class Done(Message, tag="done"):
     """The answer to Fill, Load, Keep, Drop."""
 
@@ -211,12 +226,12 @@ class Meet(Message, tag="meet"):
     workers: list[int]
 
 
-FromWorker = Begin | Push | Pull | Got | Drop | Enter | Rest | Fill | Load | Ask | Keep | Bye
+FromWorker = Begin | Push | Lookup | Pull | Got | Drop | Enter | Rest | Fill | Load | Ask | Keep | Bye
 FromServer = Chosen | Norm | Entered | Meet
-Answer = Ready | Done | Blob | Trouble | Chosen | Norm
+Answer = Ready | Rows | Done | Blob | Trouble | Chosen | Norm
 Any_ = (
-    Hello | Extra | Hail | Begin | Push | Pull | Got | Drop | Enter | Rest | Fill | Load | Ask | Keep | Bye
-    | Welcome | Refused | Ready | Done | Blob | Trouble | Chosen | Norm
+    Hello | Extra | Hail | Begin | Push | Lookup | Pull | Got | Drop | Enter | Rest | Fill | Load | Ask | Keep | Bye
+    | Welcome | Refused | Ready | Rows | Done | Blob | Trouble | Chosen | Norm
     | Entered | Meet
 )  # fmt: skip
 

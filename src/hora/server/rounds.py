@@ -53,6 +53,7 @@ class Rounds:
     def __init__(self, desk: Desk, rules: Rules, workers: Mapping[int, Worker], number: int, num_servers: int) -> None:
         self.now = 0  # the step that is next
         self.place = (0, 0)
+        self._stop = self._stopped = False  # with backups: somebody wants to stop; the last step was closed after that
         self._desk = desk
         self._rules = rules
         self._workers = workers
@@ -65,6 +66,7 @@ class Rounds:
     # -- what comes ----------------------------------------------------------------------------------------------------
 
     def begin(self, worker: int, message: Begin, settings: Hyper | None) -> None:
+        self._stop = self._stop or message.stop
         if message.step >= self.now:
             each = self._rounds.setdefault(message.step, _Round())
             each.begins[worker], each.hyper[worker] = message, settings
@@ -114,6 +116,10 @@ class Rounds:
         for step in sorted(self._rounds):
             out += self._advance(step)
         return out
+
+    def rest(self) -> Out:
+        """Somebody has left its loop: others may have waited for it."""
+        return self._advance(self.now)
 
     def drop(self, worker: int, step: int) -> None:
         """The step will not take place: nobody can have finished it, since one worker never came."""
@@ -183,7 +189,13 @@ class Rounds:
         if self._number or not each.complete:
             return []
         present = each.begins[each.complete[0]].present or len(workers)
-        needed = max(1, min(present, len(workers)) - self._rules.backup)
+        loop = each.begins[each.complete[0]].place[0]
+        left = [
+            state
+            for state in self._workers.values()
+            if state.begin and not state.inside and state.begin.place[0] >= loop
+        ]
+        needed = max(1, min(present, len(workers)) - max(self._rules.backup, len(left)))
         able = [worker for worker in each.complete if each.begins[worker].eligible and each.begins[worker].weight]
         if len(able) < needed:
             return []
@@ -239,6 +251,7 @@ class Rounds:
         begins = [each.begins[worker] for worker in each.chosen]
         self.now = step + 1
         self.place = max([self.place, *(begin.place for begin in begins)])
+        self._stopped = self._stop
         self._desk.counts.updates += not skipped
         self._desk.counts.skipped += bool(skipped)
         del self._rounds[step]
@@ -263,7 +276,7 @@ class Rounds:
     def _released(self, worker: int, held: dict[int, list[Ready]]) -> list[Ready]:
         waiting = held.pop(worker, [])
         for ready in waiting:
-            ready.now, ready.place = self.now, self.place
+            ready.now, ready.place, ready.stop = self.now, self.place, self._stopped
         return waiting
 
     def _drop_late(self, step: int, each: _Round) -> Out:
@@ -285,8 +298,10 @@ class Rounds:
         if not self._waiting.get(worker) or self._is_torn():
             return []
         waiting = self._released(worker, self._waiting)
-        self._desk.counts.dropped += 1
-        self._desk.record("dropped", worker=worker, step=waiting[0].step, now=self.now)
+        begin = self._workers[worker].begin
+        if begin is not None and begin.weight:  # one without samples has lost nothing
+            self._desk.counts.dropped += 1
+            self._desk.record("dropped", worker=worker, step=waiting[0].step, now=self.now)
         return self._desk.answer(worker, waiting)
 
     # -- clipping ------------------------------------------------------------------------------------------------------

@@ -1,8 +1,80 @@
-"""Rows: which rows of a sparse block have changed since when."""
+"""Rows: which rows of a sparse block have changed since when; gradients that are rows; row numbers as bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
+
+from ..errors import HoraError
+from ..transport.tcp import memory_of
+
+ROW_BYTES = 8  # of a row's number
+
+
+def to_bytes(rows: torch.Tensor) -> bytes:
+    return bytes(memory_of(rows.contiguous()))
+
+
+def from_bytes(data: bytes) -> torch.Tensor:
+    """HoraError for what are no whole numbers of rows."""
+    if len(data) % ROW_BYTES:
+        raise HoraError(f"{len(data)} bytes are no numbers of rows")
+    return torch.frombuffer(bytearray(data), dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
+
+
+def checked(data: bytes, num_rows: int) -> torch.Tensor:
+    """Row numbers that somebody else sent: in order, each once, all below `num_rows`; else HoraError."""
+    rows = from_bytes(data)
+    if len(rows) and not (int(rows[0]) >= 0 and int(rows[-1]) < num_rows and bool((rows.diff() > 0).all())):
+        raise HoraError(f"rows that a block of {num_rows} rows does not have, or not in order")
+    return rows
+
+
+def num_bytes(gradients: Sequence[torch.Tensor | None]) -> int:
+    """What these gradients weigh on their way: of a sparse one its rows and their numbers."""
+    total = 0
+    for gradient in gradients:
+        if gradient is not None:
+            values = gradient._values() if gradient.is_sparse else gradient
+            total += values.numel() * values.element_size()
+            total += len(values) * ROW_BYTES if gradient.is_sparse else 0
+    return total
+
+
+def add_up(given: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
+    """The sum of gradients times factors, of which some are sparse: sparse if all are, else a vector.
+
+    Half precision is added up in float32 and rounded once."""
+    dtype, shape = next((g.dtype, g.shape) for g, _ in given if g.is_sparse)
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    sparse = [(g.coalesce(), factor) for g, factor in given if g.is_sparse]
+    values = torch.cat([g.values().to(wide) * factor for g, factor in sparse])
+    rows = torch.cat([g.indices() for g, _ in sparse], 1)
+    total = torch.sparse_coo_tensor(
+        rows, values, shape, is_coalesced=len(sparse) == 1, check_invariants=False
+    ).coalesce()
+    if len(sparse) == len(given):
+        return total.to(dtype)
+    whole = total.to_dense()
+    for gradient, factor in given:
+        if not gradient.is_sparse:
+            whole.add_(gradient.view(shape), alpha=factor)
+    return whole.to(dtype).view(-1)
+
+
+def stays_in_rows(optimizer: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> bool:
+    """Whether a sparse gradient changes its own rows alone: momentum and decay move others too."""
+    if optimizer is torch.optim.SGD:
+        return not settings["momentum"] and not settings["weight_decay"]
+    return optimizer in (torch.optim.SparseAdam, torch.optim.Adagrad)
+
+
+def takes_rows(optimizer: type[torch.optim.Optimizer]) -> bool:
+    """Whether it can do anything with a sparse gradient, as far as is known."""
+    known = optimizer.__module__.startswith("torch.optim")
+    return not known or optimizer in (torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad)
 
 
 class RowLog:

@@ -18,6 +18,8 @@ from ..hyper import Hyper
 from ..lanes import is_dense
 from .layout import Block, Parcel, Part
 from .memory import Memory
+from .rows import add_up, stays_in_rows
+from .table import Table
 
 Gradient = torch.Tensor | None
 
@@ -38,6 +40,7 @@ class Shelf:
         self.names = names
         self.optimizers = list(optimizers)
         self.flats: list[torch.Tensor] = []  # each block as a vector in `memory`
+        self.tables: dict[int, Table] = {}  # by parcel
         self._blocks: list[torch.nn.Parameter] = []
         self._means: dict[int, torch.Tensor] = {}  # kept, since fresh memory is slow
         self._group_of: list[int] = []
@@ -73,7 +76,9 @@ class Shelf:
         for parcel in self.part.parcels:
             for block in parcel.blocks:
                 state = found[parcel.optimizer].get(parameters[block.index])
-                if state is not None:
+                if parcel.table is not None:
+                    self.tables[parcel.number] = Table(parcel.table, block.start, state)
+                elif state is not None:
                     self._keep(parcel.optimizer, block.number, state)
 
     def _keep(self, optimizer: int, number: int, state: dict[str, Any]) -> None:
@@ -93,9 +98,7 @@ class Shelf:
     def apply(self, parcel: Parcel, gradients: Sequence[Gradient], settings: Hyper | None) -> None:
         """One step of the optimizer on the blocks that have a gradient, all of which get a new version."""
         optimizer, words = self.optimizers[parcel.optimizer], self.memory.words
-        if settings is not None and settings is not self._settings:
-            hyper.adopt(self.optimizers, settings)
-            self._settings = settings
+        self._heed(settings)
         touched = []
         groups = optimizer.param_groups
         for block, gradient in zip(parcel.blocks, gradients, strict=True):
@@ -117,6 +120,24 @@ class Shelf:
             for group in groups:
                 group["params"] = []
 
+    def _heed(self, settings: Hyper | None) -> None:
+        if settings is not None and settings is not self._settings:
+            hyper.adopt(self.optimizers, settings)
+            self._settings = settings
+
+    def apply_to_table(self, parcel: Parcel, gradient: torch.Tensor, settings: Hyper | None) -> None:
+        """One step of the optimizer on the rows of a table, which gets a new version."""
+        self._heed(settings)
+        optimizer, number = self.optimizers[parcel.optimizer], parcel.blocks[0].number
+        self.tables[parcel.number].apply(optimizer, optimizer.param_groups[self._group_of[number]], gradient)
+        self.memory.words[number] += 2
+
+    def stays_in_rows(self, parcel: Parcel, settings: Hyper | None) -> bool:
+        """Whether a sparse gradient of this block will change its own rows alone."""
+        optimizer, group = self.optimizers[parcel.optimizer], self._group_of[parcel.blocks[0].number]
+        told = {} if settings is None else settings[parcel.optimizer][group]
+        return stays_in_rows(type(optimizer), {**optimizer.param_groups[group], **told})
+
     def mean(self, parcel: Parcel, parts: Sequence[tuple[Sequence[Gradient], float]]) -> list[Gradient]:
         """The sum of everybody's gradients, each times its factor; None for a block that nobody has one for.
 
@@ -131,8 +152,8 @@ class Shelf:
         if not given:
             return None
         first, factor = given[0]
-        if first.is_sparse:
-            return sum((g * f for g, f in given[1:]), first * factor).coalesce()
+        if any(gradient.is_sparse for gradient, _ in given):
+            return add_up(given)
         total = self._room(block, first)
         torch.mul(first, factor, out=total)
         for gradient, factor in given[1:]:
@@ -162,24 +183,41 @@ class Shelf:
         """The parameters, then what each optimizer keeps, by block: of one moment."""
         values = {str(number): flat for number, flat in enumerate(self.flats)}
         states: list[dict[str, Any]] = [{} for _ in self.optimizers]
+        for number, table in self.tables.items():
+            parcel = self.part.parcels[number]
+            states[parcel.optimizer][str(parcel.blocks[0].number)] = table.save()
         for parcel in self.part.parcels:
             kept = self.optimizers[parcel.optimizer].state
             for block in parcel.blocks:
                 if self._blocks[block.number] in kept:
-                    states[parcel.optimizer][str(block.number)] = dict(kept[self._blocks[block.number]])
+                    state = kept[self._blocks[block.number]]
+                    states[parcel.optimizer][str(block.number)] = {key: _dense(value) for key, value in state.items()}
         return pack([values, *states])
 
     def load(self, blob: bytes) -> None:
         """The optimizers' state, by block."""
+        tables = {self.part.parcels[number].blocks[0].number: table for number, table in self.tables.items()}
+        for table in tables.values():
+            table.clear()
         for number, theirs in enumerate(unpack(blob)):
             self.optimizers[number].state.clear()
             for block, state in theirs.items():
-                self._keep(number, int(block), state)
+                if int(block) in tables:
+                    tables[int(block)].load(state)
+                else:
+                    self._keep(number, int(block), state)
 
 
 def pack(states: list[dict[str, Any]]) -> bytes:
     plain, tensors = checkpoint.encode(states)
-    data = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    known: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():  # the blocks of a parameter may have one step count, which is saved for each
+        tensor = tensor.detach().cpu().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if place in known else tensor
+        known.add(place)
+    data = safetensors.torch.save(apart)
     return msgspec.msgpack.encode([plain, data])
 
 
@@ -187,6 +225,11 @@ def unpack(blob: bytes) -> list[dict[str, Any]]:
     plain, data = msgspec.msgpack.decode(blob)
     states: list[dict[str, Any]] = checkpoint.decode(plain, checkpoint.parse(data, "optimizer state"))
     return states
+
+
+def _dense(value: Any) -> Any:
+    """State that is sparse, as momentum over sparse gradients is, works as well when it is not."""
+    return value.to_dense() if isinstance(value, torch.Tensor) and value.is_sparse else value
 
 
 def _like_block(value: Any, block: torch.Tensor) -> Any:

@@ -31,6 +31,7 @@ from .desk import Address, Counts, Desk, Out
 from .layout import Parcel
 from .messages import Begin, Drop, Enter, Entered, FromServer, FromWorker, Got, Meet, Push, Ready, Rest
 from .rounds import Rounds
+from .rows import num_bytes
 from .shelf import Gradient, Shelf
 
 __all__ = ["Address", "Counts", "Out", "Rules", "Server", "Worker"]
@@ -172,7 +173,7 @@ class Server:
         if isinstance(message, Rest):
             state.inside = state.trains = False
             self._reading.pop(worker, None)
-            return self._settle()
+            return self._rounds.rest() if self.rules.mode == "sync" else self._settle()
         if isinstance(message, Enter):
             return self._enter(worker)
         if isinstance(message, Drop):
@@ -259,7 +260,7 @@ class Server:
         expected = state.missing and begin.step == message.step and parcel.optimizer == begin.optimizer
         if not expected or parcel.number in state.pushed:
             return []
-        self.counts.bytes_in += parcel.num_bytes
+        self.counts.bytes_in += num_bytes(gradients)
         state.missing -= 1
         state.pushed.add(parcel.number)
         if self.rules.mode == "sync":
@@ -301,6 +302,11 @@ class Server:
         if worker not in self._workers:
             return []
         return self._rounds.refresh(worker, [Ready(number, parcel.number, []) for parcel in self.shelf.part.parcels])
+
+    def look_up(self, parcel: Parcel, rows: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """A table's version and these rows of it, as they are now: a worker asks for what its next gradient is to be
+        based on once it was told that it may go on."""
+        return self._desk.look_up(parcel, rows)
 
     # -- async, ssp ----------------------------------------------------------------------------------------------------
 

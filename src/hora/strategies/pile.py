@@ -30,19 +30,24 @@ class Pile:
         """Remembers one gradient of the pile, so that it is noticed if the user clears it."""
         self._mark = None
         for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            if parameter.grad is not None:
                 self._mark = (parameter, weakref.ref(parameter.grad), parameter.grad._version)
-                return
+                if parameter.grad.layout is torch.strided:
+                    return  # rather than a sparse one
 
     def forget_cleared(self) -> None:
         """An accumulation that was given up, its gradients cleared, counts no more."""
         if self and self._mark is not None:
             parameter, left, version = self._mark
             grad = parameter.grad
-            if grad is None or ((left() is not grad or grad._version != version) and not bool(grad.detach().any())):
+            if grad is None or ((left() is not grad or grad._version != version) and not bool(_values(grad).any())):
                 self.clear()
 
     def clear(self) -> None:
         self.total = self.total_expected = 0.0
         self.count = 0
         self._mark = None
+
+
+def _values(grad: torch.Tensor) -> torch.Tensor:
+    return grad.detach()._values() if grad.layout is torch.sparse_coo else grad.detach()

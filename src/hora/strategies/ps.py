@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 MODES = ("sync", "async", "ssp")
 CORRECTIONS = ("none", "scale", "dc")
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 4 << 20
 STALENESS = 3
-DC_LAMBDA = 0.04
+DC_LAMBDA = 20.0  # for gradients of a mean loss; the smaller these are, the larger it may be (docs/PS.md)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

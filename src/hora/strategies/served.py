@@ -13,6 +13,7 @@ train, so that nobody waits for one that does not.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -30,7 +31,10 @@ from ..server.client import Client
 from ..server.host import Colocated, layout_of, sparse_ones
 from ..server.layout import Block, Part
 from ..server.messages import Begin, Ready
+from ..server.rows import takes_rows
 from ..server.shelf import pack, unpack
+from ..server.table import join, split
+from ..tables import tables_of
 from . import nonfinite, states
 from .pile import Pile
 from .ps import PS
@@ -47,18 +51,24 @@ class Served(Watching, Sync):
         Sync.__init__(self, roster)
         self.strategy = strategy
         self.lockstep = self.together = strategy.mode == "sync" and not strategy.backup
+        self.unison = strategy.mode == "sync"
         self.num_dropped = 0
         self.jumped = 0  # steps of the others that a dropped gradient's worker has missed
         self._place = (0, 0)  # which batch of which loop is under way
         self._present = 0  # how many workers have samples in it
         self._passed = (-1, -1)  # the batch up to which the others have come
-        self.lags: list[int] = []
+        self._lags = (0, 0)  # their sum and number since `notes` was asked
         self._outline = {id(each): [len(group["params"]) for group in each.param_groups] for each in roster.optimizers}
         self._backward = Backward(roster.parameters, roster.names, self)
         self._pile = Pile()
+        self._spent: tuple[float, float, int] | None = None  # what the pile was at an optimizer's step, for the others'
         self._client: Client
         self._colocated: Colocated | None = None
         self._sparse = sparse_ones(roster)
+        self._tables = {roster.index[id(table.rows)]: table for table in tables_of(roster.models)}
+        if self._tables and strategy.backup:
+            raise ValueError("backup has no effect on a ServerEmbedding, whose rows are read when they are needed: "
+                             "leave one of them out")  # fmt: skip
         self._step = 0  # as the servers count
         self._told: hyper.Hyper | None = None  # the hyper-parameters that the servers know
         self._absent = False
@@ -77,6 +87,11 @@ class Served(Watching, Sync):
 
     def bind(self, group: Group) -> None:
         access = self.access
+        for option in ("sync_every", "backup"):
+            if getattr(self.strategy, option) and len(self.roster.optimizers) > 1:
+                raise ValueError(f"{option} counts the steps of one optimizer, and job.prepare() got several")
+        if self.strategy.backup >= access.size > 1:
+            raise ValueError(f"backup={self.strategy.backup} of {access.size} workers leaves nobody to step with")
         self.home = group
         layout = layout_of(self.roster, access.num_servers, self.strategy.block_bytes)
         if not access.joined:
@@ -107,6 +122,8 @@ class Served(Watching, Sync):
         self._refresh()
         self._buffer_versions = self.roster.signature()
         self._backward.hook()
+        for index, table in self._tables.items():
+            table.attach(functools.partial(self._client.look_up, index), self._backward.join_in)
 
     def _check(self) -> None:
         """While this worker waits for a server: is there still something to wait for?"""
@@ -123,6 +140,8 @@ class Served(Watching, Sync):
             self._cause = cause
 
     def unbind(self) -> None:
+        for table in self._tables.values():
+            table.detach()
         self._backward.unhook()
         self._client.close()
         if self.group is not None:
@@ -144,6 +163,7 @@ class Served(Watching, Sync):
     def weigh(self, weight: float, expected: float) -> None:
         pile = self._pile
         pile.forget_cleared()
+        self._spent = None
         if weight != pile.weight and pile:
             if not weight:
                 raise ValueError("job.weight(0) in the middle of an accumulation: leave that backward() out instead")
@@ -167,6 +187,8 @@ class Served(Watching, Sync):
         """Nothing leaves before the step: until then the gradient is the user's to change."""
 
     def after_backward(self) -> None:
+        for table in self._tables.values():
+            table.gather()
         self._pile.add()
         self._pile.mark(self.roster.parameters)
 
@@ -182,9 +204,10 @@ class Served(Watching, Sync):
                 each.copy_(host)
 
     def absent_step(self) -> None:
-        for parameter in self.roster.parameters:
-            parameter.grad = None
-        self._pile.clear()
+        """What piled up in batches before this one counts."""
+        if not self._pile:
+            for parameter in self.roster.parameters:
+                parameter.grad = None
         self._absent = True
 
     def share_gradients(self) -> None:
@@ -199,7 +222,6 @@ class Served(Watching, Sync):
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
         self.roster.check_optimizer(optimizer)
         self._check_groups(optimizer)
-        self.jumped = 0
         if self.halted:
             self.drop()
             return False
@@ -266,7 +288,7 @@ class Served(Watching, Sync):
         return False
 
     def open_step(self, optimizer: torch.optim.Optimizer) -> None:
-        begin_s = time.perf_counter()
+        begin_s, pushed_bytes = time.perf_counter(), self._client.pushed_bytes
         self._collect(optimizer)
         self.push_pull(self.roster.optimizers.index(optimizer), self._gradient)
         self._grads.clear()
@@ -281,36 +303,31 @@ class Served(Watching, Sync):
         seconds = time.perf_counter() - begin_s
         self.traffic.comm_s += seconds
         self.traffic.exposed_s += seconds
-        self.traffic.sent_bytes += self._num_bytes(optimizer)
+        self.traffic.sent_bytes += self._client.pushed_bytes - pushed_bytes
 
     def push_pull(self, number: int, gradient: Callable[[Block], torch.Tensor | None]) -> None:
         """One step of optimizer `number`: every block's gradient to its server, every block's parameters back."""
         if self._pushed:
             self._client.hold()
             self._conclude(self._client.pull())
-        self._client.push(self._begin(number), gradient)
+        self._client.push(self._begin(number), gradient, defer=self.strategy.prefetch)
         self._pushed = True
         if not self.strategy.prefetch:
             self._conclude(self._client.pull())
-
-    def _num_bytes(self, optimizer: torch.optim.Optimizer) -> int:
-        return sum(
-            p.grad.numel() * p.grad.element_size() if p.grad.layout is torch.strided else p.grad._values().numel() * 4
-            for group in self._swapped
-            for p in group
-            if p.grad is not None
-        )
 
     def _begin(self, number: int) -> Begin:
         settings = hyper.read(self.roster.optimizers)
         told, self._told = self._told, settings
         pile, strategy = self._pile, self.strategy
-        weight, total, count, scale = pile.weight, pile.total or pile.weight, pile.count or 1, self._scale
-        if self._absent:
+        if pile:
+            self._spent = (pile.total, pile.total_expected, pile.count)
+        total, expected, count = self._spent or (pile.weight, pile.weight, 1)
+        weight, scale = pile.weight, self._scale
+        if self._absent and not pile:
             weight = total = 0.0
             count = 0
         if strategy.mode != "sync":
-            scale *= total / pile.total_expected if pile.total_expected else 1.0
+            scale *= total / expected if expected else 1.0
             scale *= self._clipping()
         self.roster.refresh_buffers()
         changed = self.access.rank == 0 and self.roster.signature() != self._buffer_versions
@@ -345,7 +362,17 @@ class Served(Watching, Sync):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 index = self.roster.index[id(parameter)]
+                if index in self._tables:
+                    self._grads[index] = self._tables[index].gradient()
+                    continue
                 self._grads[index] = self._flat(index, parameter)
+                grad = self._grads[index]
+                if grad is not None and grad.is_sparse and not takes_rows(type(optimizer)):
+                    raise HoraError(
+                        f"the gradient of {self.roster.names[index]} is sparse, which {type(optimizer).__name__} does "
+                        "not take: give this table torch.optim.SparseAdam, Adagrad or SGD, beside the other optimizer "
+                        "in job.prepare(model, [first, second])"
+                    )
 
     def _flat(self, index: int, parameter: torch.Tensor) -> torch.Tensor | None:
         grad = parameter.grad
@@ -371,10 +398,10 @@ class Served(Watching, Sync):
         grad = self._grads.get(block.index)
         if grad is None:
             return None
+        if block.index in self._tables:
+            return self._ids(block, grad)
         if grad.is_sparse:
             return self._rows(block, grad)
-        if block.index in self._sparse:
-            return self._rows(block, grad.view(self.roster.parameters[block.index].shape).to_sparse(1).coalesce())
         return grad if block.whole else grad[block.start : block.stop]
 
     def _rows(self, block: Block, grad: torch.Tensor) -> torch.Tensor:
@@ -388,6 +415,16 @@ class Served(Watching, Sync):
             values[begin:end].reshape(end - begin, row),
             (last - first, row),
             is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def _ids(self, block: Block, grad: torch.Tensor) -> torch.Tensor:
+        """The rows of a table's gradient that are for the server of this block, as it counts them."""
+        ids, num_servers = grad.indices()[0], self.access.num_servers
+        mine = (ids % num_servers == block.start).nonzero().view(-1)
+        shape = (-(-grad.shape[0] // num_servers), grad.shape[1])
+        return torch.sparse_coo_tensor(
+            (ids[mine] // num_servers)[None], grad.values()[mine], shape, is_coalesced=True, check_invariants=False
         )
 
     def _target(self, block: Block) -> torch.Tensor:
@@ -420,37 +457,39 @@ class Served(Watching, Sync):
         self._pushed = False
         self._scatter()
         self._step += 1
-        self.lags += self._client.lags
+        self._lags = (self._lags[0] + sum(self._client.lags), self._lags[1] + len(self._client.lags))
         if self.strategy.sync_every:
             self._client.got(self._step)
         if self.strategy.mode == "sync":
             self._conclude_sync(readies)
 
     def _conclude_sync(self, readies: list[Ready]) -> None:
-        self._verdict.stop = any(ready.stop for ready in readies)
         skipped = next((ready.skipped for ready in readies if ready.skipped), "")
         if self.strategy.backup:
-            self._catch_up(readies)
+            if any(ready.dropped for ready in readies) and not self._absent:
+                self.num_dropped += 1
+                log.info("%s came late to step %d: its gradient was dropped", self.access.name, self._step - 1)
+            readies = self._catch_up(readies)
+        self._verdict.stop = any(ready.stop for ready in readies)
         if any(ready.buffers for ready in readies) and self.group is not None:
             Roster.broadcast(list(self.roster.buffers.values()), self.group)
             self._buffer_versions = self.roster.signature()
         if skipped:
             self._lament(skipped)
 
-    def _catch_up(self, readies: list[Ready]) -> None:
-        """After a step without this worker's gradient: it goes on where the others are."""
-        if any(ready.dropped for ready in readies):
-            self.num_dropped += 1
-            log.info("%s came late to step %d: its gradient was dropped", self.access.name, self._step - 1)
+    def _catch_up(self, readies: list[Ready]) -> list[Ready]:
+        """Other workers may be further: this one goes on where they are. What the servers said last."""
         tries = 0
         while len({ready.now for ready in readies}) > 1 and tries < CATCH_UPS:
             tries += 1
             readies = self._client.refresh()
+            self._scatter()
         now = max(ready.now for ready in readies)
         self._eligible = all(ready.now == now for ready in readies)
-        self.jumped = now - self._step
+        self.jumped += now - self._step
         self._step = now
         self._passed = max([self._passed, *(ready.place for ready in readies)])
+        return readies
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         for group, parameters in zip(optimizer.param_groups, self._swapped, strict=True):
@@ -513,8 +552,20 @@ class Served(Watching, Sync):
     def _refresh(self) -> None:
         readies = self._client.refresh()
         self._scatter()
-        if self.strategy.mode == "sync":
+        if self.strategy.backup:
+            self._verdict.stop = any(ready.stop for ready in self._catch_up(readies))
+        elif self.strategy.mode == "sync":
             self._step = max(ready.now for ready in readies)
+
+    def notes(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        total, count = self._lags
+        if count and self.strategy.mode != "sync":
+            found["lag"] = total / count
+        self._lags = (0, 0)
+        if self.num_dropped:
+            found["dropped"] = self.num_dropped
+        return found
 
     def stats(self) -> list[bytes]:
         """What each server has done, as it tells it."""
@@ -535,11 +586,24 @@ class Served(Watching, Sync):
         found: states.States = [{} for _ in self.roster.optimizers]
         if complete:
             parameters = {name: p.clone() for name, p in parameters.items()}
-            for link in self._client.links:
-                self._assemble(link.part, unpack(self._client.ask(link.number, "state")), parameters, found)
+            told = [unpack(self._client.ask(link.number, "state")) for link in self._client.links]
+            for link, theirs in zip(self._client.links, told, strict=True):
+                self._assemble(link.part, theirs, parameters, found)
+            self._join_tables(told, found)
         if self.lockstep:
             self.home.barrier("snapshot taken")
         return Snapshot(parameters, dict(self.roster.buffers), found)
+
+    def _join_tables(self, told: list[list[dict[str, Any]]], found: states.States) -> None:
+        """What all servers told of the tables that only they have."""
+        parts: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        for link, (_, *kept) in zip(self._client.links, told, strict=True):
+            for parcel in link.part.parcels:
+                if parcel.table is not None:
+                    mine = kept[parcel.optimizer][str(parcel.blocks[0].number)]
+                    parts.setdefault((parcel.optimizer, parcel.table.index), []).append(mine)
+        for (optimizer, index), theirs in parts.items():
+            found[optimizer][self.roster.names[index]] = join(theirs)
 
     def _assemble(
         self, part: Part, told: list[dict[str, Any]], parameters: dict[str, torch.Tensor], found: states.States
@@ -547,6 +611,8 @@ class Served(Watching, Sync):
         """What one server told of its blocks, into its places."""
         values, *kept = told
         for block in part.blocks:
+            if block.index in self._tables:
+                continue
             name, parameter = self.roster.names[block.index], self.roster.parameters[block.index]
             value = values[str(block.number)]
             if is_dense(parameter):
@@ -565,7 +631,10 @@ class Served(Watching, Sync):
                 for parcel in link.part.parcels:
                     for block in parcel.blocks:
                         state = kept[parcel.optimizer].get(self.roster.names[block.index])
-                        if state is not None:
+                        if state is not None and parcel.table is not None:
+                            mine = split(state, link.number, self.access.num_servers)
+                            blocks[parcel.optimizer][str(block.number)] = mine
+                        elif state is not None:
                             parameter = self.roster.parameters[block.index]
                             cut = states.cut(state, parameter, block.start, block.stop)
                             blocks[parcel.optimizer][str(block.number)] = cut

@@ -75,7 +75,8 @@ class Sync(abc.ABC):
 
     together = False  # whether a step needs every worker, so that it is taken by all or by none
     lockstep = True  # whether workers take the same steps; else each goes its own way
-    jumped = 0  # steps of the others that this worker has missed with its last one
+    unison = True  # whether a wish to stop travels with the steps, so that all stop after the same one
+    jumped = 0  # steps of the others that this worker has missed, since the training loop has last counted them
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
@@ -138,6 +139,10 @@ class Sync(abc.ABC):
 
     def leave_loop(self) -> None:
         """It has left its loop. May block, to wait for what is still on its way."""
+
+    def notes(self) -> dict[str, float]:
+        """What `job.log` shows of the synchronisation since it was asked last."""
+        return {}
 
     def linger(self) -> None:
         """After this worker has left the run: it stays as long as others need something of it."""

@@ -27,6 +27,7 @@ from ..roster import Roster
 from ..server.access import Access
 from ..strategies import Strategy
 from ..strategies.sync import Halt, Sync
+from ..tables import tables_of
 from .farewell import Farewell
 from .hooks import Hook
 from .orders import Orders, is_enabled
@@ -107,6 +108,8 @@ class Training:
         self.optimizers = several("optimizer", optimizer, Optimizer)
         self.schedulers = several("scheduler", scheduler, object) if scheduler is not None else []
         self.scaler = scaler
+        if tables_of(self.models) and not self._strategy.uses_servers:
+            raise ValueError("a ServerEmbedding needs servers, which have its rows: say --strategy ps")
         roster = Roster(self.models, self.optimizers)
         sync = self._strategy.sync(roster)
         sync.on_nonfinite = self._on_nonfinite or ("poison" if is_enabled(scaler) else "raise")
@@ -224,12 +227,19 @@ class Training:
         self.sync.after_step(optimizer)
         found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer, which then skips
         if optimizer is self.optimizers[0] and not (found_inf is not None and bool(found_inf)):
-            self.step += 1 + self.sync.jumped
+            self.step += 1
+            self._jump()
             self._farewell.step = self.step
             self._note_step()
             for loader, portion, _ in self._held.values():  # now, so that a checkpoint after this does not repeat them
                 if loader.ledger is not None:
                     loader.ledger.done(portion)
+
+    def _jump(self) -> None:
+        """Steps that the others have taken without this worker are behind it too."""
+        assert self.sync is not None
+        self.step += self.sync.jumped
+        self.sync.jumped = 0
 
     def _note_step(self) -> None:
         """Now and then, so that whoever reports this worker's end can say how far it came."""
@@ -311,7 +321,7 @@ class Training:
         self._farewell.mourn()
         if self.sync is not None and (self.sync.halted or self.sync.verdict.stop):
             self._stopping = True
-        if self.sync is not None and not self.sync.lockstep and self.stop_reason() is not None:
+        if self.sync is not None and not self.sync.unison and self.stop_reason() is not None:
             self._stopping = True  # each after a step of its own: nobody waits for anybody
         if self._stopping:
             self._tell_why()
@@ -346,7 +356,7 @@ class Training:
         if self.sync is None or not torch.is_grad_enabled() or (self._loops and not self.training(loader)):
             return  # an evaluation, perhaps inside of a training loop
         self._held.pop(id(loader), None)
-        followed = self.training(loader) and not portion.whole and not self._attended()
+        followed = self.training(loader) and self._together and not portion.whole and not self._attended()
         self._held[id(loader)] = Held(loader, portion, followed)  # the newest last
         self.num_samples += portion.total
         self.sync.weigh(portion.weight, portion.weight)
@@ -365,8 +375,14 @@ class Training:
         self._held.pop(id(loader), None)
 
     def absent(self, loader: Shard, portion: Portion) -> None:
-        """Does as rank 0 says until the end of the batch."""
+        """Does as rank 0 says until the end of the batch; where workers do not step together, it takes its step alone."""
         assert self.sync is not None
+        if not self.sync.lockstep:
+            self.sync.begin_batch(self.sync.loop, portion.batch, portion.present)
+            for optimizer in self.optimizers:
+                self.sync.absent_step()
+                optimizer.step()
+            return
         self._held[id(loader)], self._farewell.following = Held(loader, portion, True), True
         try:
             while not self.sync.halted:
@@ -391,6 +407,7 @@ class Training:
         if loop is not None and not self._loops:
             assert self.sync is not None
             self.sync.leave_loop()
+            self._jump()
         if loop is not None and self._together:
             alone = held is not None and not held.followed
             if not finished and not self._stopping:
@@ -453,7 +470,7 @@ class Training:
     def stop(self, reason: str) -> None:
         """All workers leave their loops after the same step: the next one that they exchange gradients for."""
         self._control.stop(reason)
-        if self.sync is None or not self._together:
+        if self.sync is None or self.size == 1 or not self.sync.unison:
             self._stopping = True
         else:
             self.sync.stop_wanted = True
