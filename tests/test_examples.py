@@ -71,6 +71,13 @@ def test_gpt_alone_learns_and_writes_a_sample() -> None:
     assert len(out.partition("it writes:")[2]) > 300
 
 
+@pytest.mark.parametrize(
+    "start", [ALONE, [*TWO, "--servers", "1", "--strategy", "ps:mode=async"]], ids=["alone", "async on a server"]
+)
+def test_the_recommender_learns_from_tables_that_only_servers_have(start: list[str]) -> None:
+    assert number_after("test accuracy", run(start, "recommender.py")) >= 78  # of 84 that can be had; a guess has 51
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_use_only_public_names(path: pathlib.Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pathlib
+import random
 import socket
 import threading
 import time
@@ -124,19 +125,19 @@ def hears(line: Line) -> list[messages.Message]:
     found: list[messages.Message] = []
     deadline = time.monotonic() + 3.0
     with contextlib.suppress(Exception):
-        while time.monotonic() < deadline:
-            found += line.receive()
-            time.sleep(0.01)
+        while time.monotonic() < deadline and not any(
+            isinstance(m, messages.Trouble | messages.Refused) for m in found
+        ):
+            for message in line.receive():
+                found.append(message)
+            time.sleep(0.005)
     line.close()
     return found
 
 
 def random_bytes(address: tuple[str, int], hello: messages.Hello) -> None:
     for seed in range(5):
-        raw(
-            address,
-            torch.randint(0, 256, (2000,), generator=torch.Generator().manual_seed(seed)).byte().numpy().tobytes(),
-        )
+        raw(address, random.Random(seed).randbytes(2000))
 
 
 def a_wrong_token(address: tuple[str, int], hello: messages.Hello) -> None:

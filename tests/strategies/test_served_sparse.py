@@ -15,7 +15,7 @@ from hora.server.desk import Desk
 from hora.server.layout import cut
 from hora.server.memory import Memory
 from hora.server.messages import Ready
-from hora.server.rows import add_up, checked, from_bytes, to_bytes
+from hora.server.rows import add_up, checked, from_bytes, shift, to_bytes
 from hora.server.shelf import Shelf
 from trainings import building, fail, parameters_of, part, same, training, uneven
 
@@ -188,7 +188,7 @@ def test_with_backups_all_workers_read_the_same_rows_in_the_end(servers: str) ->
 
 
 @pytest.mark.parametrize(
-    "mode", ["mode=async", "mode=ssp,staleness=1", "mode=async,correct=dc", "mode=async,sync_every=2"]
+    "mode", ["mode=async", "mode=ssp,staleness=1", "mode=async,correct=dc,dc_lambda=0", "mode=async,sync_every=2"]
 )
 @pytest.mark.parametrize("servers", ["1", "2", "2tcp"])
 def test_no_row_is_lost_when_nobody_waits(mode: str, servers: str) -> None:
@@ -256,6 +256,7 @@ def test_rows_that_nobody_touched_are_never_sent(servers: str) -> None:
             table = torch.nn.Embedding(50_000, WIDTH, sparse=True).double()
         optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
         one.prepare(table, optimizer)
+        one.sync.home.barrier("all have read the whole table")
         before = json.loads(one.sync.stats()[0])
         lines = one.sync._client.links[0].lines
         sent = sum(line.sent_bytes for line in lines)
@@ -318,6 +319,14 @@ def test_of_a_table_only_the_changed_rows_are_copied_for_a_worker() -> None:
     ((_, ready),) = tables.desk.answer(0, [Ready(1, 0, [])])
     assert from_bytes(ready.rows[0]).tolist() == [1, 3]
     assert tables.copy.view(5, 2)[:, 0].tolist() == [7, -1, 7, -1, 7]
+
+
+def test_delay_compensation_shifts_the_rows_of_a_late_gradient_as_it_does_a_dense_one() -> None:
+    now, then, dense = (torch.randn(5, 2, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    dense[[0, 2, 4]] = 0
+    shifted = shift(dense.to_sparse(1), now, then, 0.5)
+    torch.testing.assert_close(shifted.to_dense(), dense + 0.5 * dense * dense * (now - then))
+    assert shifted.indices().tolist() == [[1, 3]]
 
 
 def test_a_gradient_without_rows_makes_a_version_and_no_news() -> None:

@@ -1,6 +1,6 @@
 """Hora's own rows of `hora bench ps`: a run of workers and servers under the real launcher.
 
-    python -m hora.bench.ps_hora WORKERS SERVERS PARAMS STRATEGY HOW
+    python -m hora.bench.ps_hora WORKERS SERVERS PARAMS STRATEGY HOW OPTIMIZER
 
 It speaks a crew's language (ps_crew.py) on stdin and stdout, and passes each request on to its workers.
 """
@@ -25,31 +25,33 @@ OURS = (
 )
 
 
-def contestants(workers: int, servers: int, params: int) -> Sequence[Contestant]:
+def contestants(workers: int, servers: int, params: int, optimizer: str = "sgd") -> Sequence[Contestant]:
     """What Hora sends into the ring."""
-    return [
-        CrewContestant(
-            name=name,
-            crew=Crew(
-                name,
-                [[sys.executable, "-m", "hora.bench.ps_hora", str(workers), str(servers), str(params), strategy, how]],
-            ),
-            workers=workers,
-            servers=servers,
-            params=params,
-        )
-        for name, strategy, how in OURS
-    ]
+    found = []
+    for name, strategy, how in OURS:
+        arguments = [str(workers), str(servers), str(params), strategy, how, optimizer]
+        crew = Crew(name, [[sys.executable, "-m", "hora.bench.ps_hora", *arguments]])
+        found.append(CrewContestant(name=name, crew=crew, workers=workers, servers=servers, params=params))
+    return found
 
 
-def main(workers: int, servers: int, params: int, strategy: str, how: str) -> None:
+def main(workers: int, servers: int, params: int, strategy: str, how: str, optimizer: str) -> None:
     with tempfile.TemporaryDirectory(prefix="hora-bench-") as folder, socket.socket(socket.AF_UNIX) as listener:
         path = os.path.join(folder, "socket")
         listener.bind(path)
         listener.listen(workers)
         listener.settimeout(START_S)
         command = ["run", "-n", str(workers), "--servers", str(servers), "--strategy", strategy]
-        command += ["--run-dir", os.path.join(folder, "run"), "-m", "hora.bench.ps_rank", path, str(params), how]
+        command += [
+            "--run-dir",
+            os.path.join(folder, "run"),
+            "-m",
+            "hora.bench.ps_rank",
+            path,
+            str(params),
+            how,
+            optimizer,
+        ]
         run = subprocess.Popen(
             [sys.executable, "-m", "hora.launch.cli", *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
@@ -80,4 +82,4 @@ def _say(answer: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:7])

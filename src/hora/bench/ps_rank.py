@@ -1,9 +1,10 @@
 """A worker or server of Hora's in `hora bench ps`: an ordinary script under `hora run`, driven over a Unix socket.
 
-    python -m hora.bench.ps_rank SOCKET PARAMS HOW
+    python -m hora.bench.ps_rank SOCKET PARAMS HOW OPTIMIZER
 
 HOW is `write`, where the fresh gradient is written straight into the memory that the servers read, or `step`, where it
-is written into `p.grad` and the user's own `optimizer.step()` does the rest.
+is written into `p.grad` and the user's own `optimizer.step()` does the rest. OPTIMIZER is what the servers do: `sgd`,
+as the peers, or `adamw`, several times as much work, so that the servers are the bottleneck.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,11 +37,17 @@ class Flat(torch.nn.Module):
         self.layers = torch.nn.ParameterList(torch.zeros(size) for size in sizes)
 
 
-def main(path: str, params: int, how: str) -> None:
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-6),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
+}
+
+
+def main(path: str, params: int, how: str, kind: str) -> None:
     torch.set_num_threads(1)
     job = hora.init()
     model = Flat(params)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    optimizer = OPTIMIZERS[kind](model.parameters())
     job.prepare(model, optimizer)
     sync = job.training.sync
     assert isinstance(sync, Served)
@@ -110,4 +118,4 @@ def push_pull(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])

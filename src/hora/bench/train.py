@@ -28,7 +28,7 @@ ROUGH_START_S = 4.0  # a process imports torch and builds its model, on a core o
 ROUGH_STEP_S = {"mlp": 0.18, "gpt": 0.85, "cnn": 0.06}
 DEFAULT = (
     "single", "independent", "independent/kept", "single/kept", "ddp/gloo", "hora/1",
-    "ring", "shared", "shared/sharded", "ring/serial", "shared/serial",
+    "ring", "shared", "shared/sharded", "ring/serial", "shared/serial", "ps", "ps/colocated",
 )  # fmt: skip
 
 Row = dict[str, Any]
@@ -48,6 +48,11 @@ def contestants(ranks: int) -> dict[str, Contestant]:
     strategies |= {f"{name}/sharded": f"{name}:update=sharded" for name in ("shared", "ring")}
     strategies |= {f"{name}/serial": f"{name}:overlap=false" for name in ("shared", "ring")}
     found += [Contestant(name=name, ranks=ranks, how="hora", strategy=text) for name, text in strategies.items()]
+    served = {"ps": ("ps", "1"), "ps/colocated": ("ps", "colocated"), "ps/async": ("ps:mode=async", "1")}
+    found += [
+        Contestant(name=name, ranks=ranks, how="hora", strategy=text, servers=servers)
+        for name, (text, servers) in served.items()
+    ]
     return {one.name: one for one in found}
 
 

@@ -35,12 +35,13 @@ Answer = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """`how` is plain, kept, ddp or hora; `strategy` is the text for `hora run --strategy`."""
+    """`how` is plain, kept, ddp or hora; `strategy` and `servers` are the texts for `hora run`."""
 
     name: str
     ranks: int
     how: str = "plain"
     strategy: str | None = None
+    servers: str | None = None
 
 
 class Running:
@@ -58,6 +59,7 @@ class Running:
         env = dict(os.environ, OMP_NUM_THREADS="1")
         if contestant.how == "hora":
             strategy = ["--strategy", contestant.strategy] if contestant.strategy else []
+            strategy += ["--servers", contestant.servers] if contestant.servers else []
             run = ["-m", "hora.launch.cli", "run", "-n", str(contestant.ranks), *strategy]
             self._start([*run, "--run-dir", str(folder / "run"), *rank_of], env)
             return

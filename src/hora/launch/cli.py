@@ -328,6 +328,12 @@ def train(
     help="Numbers of parameters, e.g. --params 1M,10M. Without it: 10M,100M.",
 )
 @click.option("--rounds", type=_Whole(), default=10, help="Rounds of all in turn, e.g. --rounds 20. Without it: 10.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["sgd", "adamw"]),
+    default="sgd",
+    help="What Hora's servers do, e.g. --no-peers --optimizer adamw, where they are the bottleneck. The peers do sgd.",
+)
 @click.option("--no-peers", is_flag=True, help="Measure only Hora and the memory limit, e.g. -n 4 --no-peers.")
 @click.option(
     "--install-peers",
@@ -338,13 +344,22 @@ def train(
     "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
 )
 def ps(
-    size: int, servers: int, params: str, rounds: int, no_peers: bool, install_peers: bool, json_path: str | None
+    size: int,
+    servers: int,
+    params: str,
+    rounds: int,
+    optimizer: str,
+    no_peers: bool,
+    install_peers: bool,
+    json_path: str | None,
 ) -> int:
     """Push-pull of a whole model: Hora, a parameter server of Ray actors, TensorFlow's, and the memory limit.
 
     \b
       hora bench ps -n 2 --servers 1 --params 10M --json out.jsonl
     """
+    import functools
+
     from hora.bench import ps as pushing
     from hora.bench import ps_hora, ps_peers, ps_table
 
@@ -355,7 +370,8 @@ def ps(
             return codes.OK
         sizes = [ps_table.params_of(part) for part in params.split(",")]
         peers = () if no_peers else pushing.PEERS
-        return pushing.main(size, servers, sizes, json_path, rounds, peers, ps_hora.contestants)
+        ours = functools.partial(ps_hora.contestants, optimizer=optimizer)
+        return pushing.main(size, servers, sizes, json_path, rounds, peers, ours)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 

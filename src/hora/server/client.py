@@ -26,7 +26,7 @@ from ..transport.passing import Passing
 from ..transport.tcp import memory_of, tune
 from .layout import Block, Layout, Parcel, Part
 from .line import Closed, Line
-from .loop import PURPOSE
+from .loop import PURPOSE, near_address
 from .memory import Memory
 from .messages import (
     Ask,
@@ -173,7 +173,7 @@ class Client:
                 link.shared = True
         if not link.shared:
             link.gradients = Memory(num_blocks, num_bytes)
-        self._open(link, address).send(
+        self._open(link, address, passing).send(
             Hello(self.rank, self.name, self.layout.fingerprint, entries,
                   self._passing.address if link.shared and self._passing else "", key)
         )  # fmt: skip
@@ -204,9 +204,13 @@ class Client:
             return False
         return True
 
-    def _open(self, link: Link, address: tuple[str, int]) -> Line:
-        sock = dial(address, self._token, PURPOSE, check=self.check)
-        tune(sock)
+    def _open(self, link: Link, address: tuple[str, int], passing: str = "") -> Line:
+        if link.shared:
+            assert self._passing is not None
+            sock = self._passing.reach(near_address(passing)[1:], self._timeout_s, PURPOSE)
+        else:
+            sock = dial(address, self._token, PURPOSE, check=self.check)
+            tune(sock)
         line = Line(sock, self._place)
         line.peer = ("server", link.number)
         link.lines.append(line)
@@ -246,7 +250,7 @@ class Client:
             begin.parcels = sum(parcel.optimizer == begin.optimizer for parcel in link.part.parcels)
             link.outstanding = {p.number for p in link.part.parcels if p.optimizer == begin.optimizer}
             link.readies.clear()
-            link.lines[0].send(begin)
+            self._send(link, begin)
         self.lags.clear()
         for link, parcel in order:
             self._push(link, parcel, begin.step, gradient)
@@ -285,9 +289,12 @@ class Client:
         values = given.values().to(parcel.table.dtype).contiguous()
         self._send(link, Push(step, parcel.number, base, None, [to_bytes(given.indices()[0])]), values)
 
-    def _send(self, link: Link, message: Message, payload: torch.Tensor | None = None) -> None:
+    def _send(
+        self, link: Link, message: Message, payload: torch.Tensor | bytes | None = None, number: int = 0
+    ) -> None:
+        """On one of the lines to this server; PeerLost if it is gone."""
         try:
-            link.lines[0].send(message, payload)
+            link.lines[number].send(message, payload)
         except Closed as problem:
             raise self._lost(link, problem) from None
 
@@ -316,10 +323,10 @@ class Client:
         base = [known[block.number] for block in parcel.blocks]
         message = Push(step, parcel.number, base, None if all(have) else have, rows)
         if link.shared:
-            link.lines[0].send(message)
+            self._send(link, message)
             return
-        line = link.lines[parcel.number % len(link.lines)]
-        line.send(message, link.gradients.data[parcel.at : parcel.at + length] if any(have) else None)
+        payload = link.gradients.data[parcel.at : parcel.at + length] if any(have) else None
+        self._send(link, message, payload, parcel.number % len(link.lines))
 
     def pull(self) -> list[Ready]:
         """Waits for the rest of the step's parcels and reads them; what the servers said of them."""
@@ -353,7 +360,7 @@ class Client:
         for link in self.links:
             link.outstanding = {parcel.number for parcel in link.part.parcels}
             link.readies.clear()
-            link.lines[0].send(Pull(-self._num_pulls))
+            self._send(link, Pull(-self._num_pulls))
         return self.pull()
 
     def _whom(self) -> str:
@@ -466,13 +473,10 @@ class Client:
         self._tell(Got(step))
 
     def drop(self, step: int) -> None:
-        """The step under way will not take place."""
+        """The step under way will not take place: no answer to it can come, since one worker never pushed."""
         for link in self.links:
             link.outstanding.clear()
-            link.lines[0].send(Drop(step))
-        for link in self.links:
-            self._answer(link, Done)
-            link.outstanding.clear()
+            self._send(link, Drop(step))
 
     def fill(self, parameter: Callable[[Block], torch.Tensor]) -> None:
         """The servers take these parameters over."""
@@ -483,31 +487,28 @@ class Client:
                 for block, room in zip(parcel.blocks, link.staged[parcel.number], strict=True):
                     room.copy_(parameter(block))
                 payload = None if link.shared else link.gradients.data[parcel.at : parcel.at + parcel.num_bytes]
-                link.lines[0].send(Fill(parcel.number), payload)
+                self._send(link, Fill(parcel.number), payload)
                 self._answer(link, Done)
 
     def load(self, server: int, blob: bytes) -> None:
         """One server takes this optimizer state over."""
-        self.links[server].lines[0].send(Load(), blob)
+        self._send(self.links[server], Load(), blob)
         self._answer(self.links[server], Done)
 
     def keep(self, server: int, what: str, blob: bytes) -> None:
-        self.links[server].lines[0].send(Keep(what), blob)
+        self._send(self.links[server], Keep(what), blob)
         self._answer(self.links[server], Done)
 
     def ask(self, server: int, what: str) -> bytes:
         link = self.links[server]
         link.blob = None
-        link.lines[0].send(Ask(what))
+        self._send(link, Ask(what))
         self._answer(link, Blob)
         return bytes(link.blob or b"")
 
     def _tell(self, message: Message) -> None:
         for link in self.links:
-            try:
-                link.lines[0].send(message)
-            except Closed as problem:
-                raise self._lost(link, problem) from None
+            self._send(link, message)
 
     def _answer(self, link: Link, *kinds: type[Message]) -> Message:
         deadline = time.monotonic() + self._timeout_s

@@ -72,6 +72,11 @@ BLOB_BYTES = 64 << 20  # what a worker may leave here, beside
 ELEMENT_BYTES = 64  # for each element of the model: several states of an optimizer, or a buffer
 
 
+def near_address(passing: str) -> str:
+    """Where a server listens for workers on its own host: beside the window through which it passes descriptors."""
+    return f"\0{passing}-lines"
+
+
 class Station:
     """What a server needs to know of its run."""
 
@@ -157,7 +162,12 @@ class Loop:
         family = socket.AF_INET6 if ":" in station.bind else socket.AF_INET
         sock = socket.create_server((station.bind, 0), family=family, backlog=128)
         address = f"{station.bind} {sock.getsockname()[1]} {self._passing.address if self._passing else '-'}"
-        self._listener = handshake.Listener(sock, station.token, PURPOSE, self._welcome)
+        self._listeners = [handshake.Listener(sock, station.token, PURPOSE, self._welcome)]
+        if self._passing is not None:
+            near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # a word over TCP costs ten times as much
+            near.bind(near_address(self._passing.address))
+            near.listen(128)
+            self._listeners.append(handshake.Listener(near, station.token, PURPOSE, self._welcome))
         station.control.put(f"ps/{station.number}", address.encode())
         agreeing = rules.backup or rules.clip_norm is not None or rules.mode == "ssp" or rules.sync_every is not None
         if station.number and agreeing:
@@ -185,7 +195,8 @@ class Loop:
     # -- other threads -------------------------------------------------------------------------------------------------
 
     def _welcome(self, sock: socket.socket) -> None:
-        tune(sock)
+        if sock.family != socket.AF_UNIX:
+            tune(sock)
         self._news.put(sock)
         self._wake()
 
@@ -234,7 +245,8 @@ class Loop:
             self.close()
 
     def close(self) -> None:
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for guest in self._guests.values():
             for line in guest.lines:
                 line.close()
@@ -332,8 +344,6 @@ class Loop:
             line.send(*self._look_up(message))
         elif isinstance(message, Begin | Got | Drop | Enter | Rest):
             self._post(self.server.handle(number, message))
-            if isinstance(message, Drop):
-                line.send(Done())
         elif isinstance(message, Pull):
             self._post(self.server.refresh(number, message.number))
         elif isinstance(message, Fill):
@@ -392,7 +402,8 @@ class Loop:
                 theirs = [*theirs, "", "", ""]
                 return (
                     f"the models differ: {hello.name} has {theirs[0]} {theirs[1]} of {theirs[2]} where server "
-                    f"{self.station.number} has {mine[0]} {mine[1]} of {mine[2]}. Every process must build the same model"
+                    f"{self.station.number} has {mine[0]} {mine[1]} of {mine[2]}. Every process must build the same "
+                    "model"
                 )
         if len(self._entries) != len(hello.entries) or hello.fingerprint != self._layout.fingerprint:
             return (

@@ -180,7 +180,7 @@ class Rows(Message, tag="rows"):
 
 
 class Done(Message, tag="done"):
-    """The answer to Fill, Load, Keep, Drop."""
+    """The answer to Fill, Load, Keep."""
 
 
 class Blob(Message, tag="blob"):

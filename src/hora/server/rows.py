@@ -64,6 +64,13 @@ def add_up(given: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
     return whole.to(dtype).view(-1)
 
 
+def shift(gradient: torch.Tensor, now: torch.Tensor, then: torch.Tensor, factor: float) -> torch.Tensor:
+    """Delay compensation of a sparse gradient, row by row: g + factor · g ⊙ g ⊙ (now − then)."""
+    rows, values = gradient.coalesce().indices(), gradient.coalesce().values()
+    values = (now[rows[0]] - then[rows[0]]).mul_(values).mul_(values).mul_(factor).add_(values)
+    return torch.sparse_coo_tensor(rows, values, gradient.shape, is_coalesced=True, check_invariants=False)
+
+
 def stays_in_rows(optimizer: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> bool:
     """Whether a sparse gradient changes its own rows alone: momentum and decay move others too."""
     if optimizer is torch.optim.SGD:

@@ -31,7 +31,7 @@ from .desk import Address, Counts, Desk, Out
 from .layout import Parcel
 from .messages import Begin, Drop, Enter, Entered, FromServer, FromWorker, Got, Meet, Push, Ready, Rest
 from .rounds import Rounds
-from .rows import num_bytes
+from .rows import num_bytes, shift
 from .shelf import Gradient, Shelf
 
 __all__ = ["Address", "Counts", "Out", "Rules", "Server", "Worker"]
@@ -338,11 +338,12 @@ class Server:
         Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, 2017."""
         result: list[Gradient] = []
         for block, gradient in zip(parcel.blocks, gradients, strict=True):
-            if gradient is None or gradient.is_sparse:
-                result.append(gradient)
-                continue
-            drift = self.shelf.flats[block.number] - self._desk.copies[worker][block.number]
-            result.append(drift.mul_(gradient).mul_(gradient).mul_(self.rules.dc_lambda).add_(gradient))
+            now, then = self.shelf.flats[block.number], self._desk.copies[worker][block.number]
+            if gradient is not None and gradient.is_sparse:
+                gradient = shift(gradient, now.view(-1, parcel.row), then.view(-1, parcel.row), self.rules.dc_lambda)
+            elif gradient is not None:
+                gradient = (now - then).mul_(gradient).mul_(gradient).mul_(self.rules.dc_lambda).add_(gradient)
+            result.append(gradient)
         return result
 
     def _may_read(self, worker: int, clock: int) -> bool:

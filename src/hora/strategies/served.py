@@ -66,9 +66,10 @@ class Served(Watching, Sync):
         self._colocated: Colocated | None = None
         self._sparse = sparse_ones(roster)
         self._tables = {roster.index[id(table.rows)]: table for table in tables_of(roster.models)}
-        if self._tables and strategy.backup:
-            raise ValueError("backup has no effect on a ServerEmbedding, whose rows are read when they are needed: "
-                             "leave one of them out")  # fmt: skip
+        if self._tables and (strategy.backup or strategy.correct == "dc"):
+            option = "backup" if strategy.backup else "correct=dc"
+            raise ValueError(f"{option} needs a copy of what a worker has read, and of a ServerEmbedding nobody keeps "
+                             "one: leave one of them out")  # fmt: skip
         self._step = 0  # as the servers count
         self._told: hyper.Hyper | None = None  # the hyper-parameters that the servers know
         self._absent = False
@@ -80,7 +81,6 @@ class Served(Watching, Sync):
         self._buffer_versions: list[tuple[int, int]] = []
         self._culprit = ""
         self._verdict = Verdict()
-        self._cause: HoraError | None = None
         self._scale = 1.0
 
     # -- binding -----------------------------------------------------------------------------------------------------
@@ -127,17 +127,10 @@ class Served(Watching, Sync):
 
     def _check(self) -> None:
         """While this worker waits for a server: is there still something to wait for?"""
-        if self._cause is not None:
-            raise self._cause
         if self.group is not None:
-            self.group.transport.check()
+            (self.home if self.halted else self.group).transport.check()  # a halt ends steps, and nothing else
         if self._colocated is not None:
             self._colocated.check()
-
-    def abort(self, cause: HoraError) -> None:
-        super().abort(cause)
-        if self.group is None:
-            self._cause = cause
 
     def unbind(self) -> None:
         for table in self._tables.values():
@@ -500,10 +493,7 @@ class Served(Watching, Sync):
         if self._pushed:
             self._pushed = False
             with contextlib.suppress(HoraError):
-                self._cause, cause = None, self._cause
-                self._client.check = lambda: None
                 self._client.drop(self._step)
-                self._cause, self._client.check = cause, self._check
         for parameter in self.roster.parameters:
             parameter.grad = None
         self._grads.clear()

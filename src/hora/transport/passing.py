@@ -70,15 +70,15 @@ class Passing:
                 return descriptors[0]
             raise HoraError(answer[1:].decode(errors="replace") or "the other rank closed its window")
 
-    def reach(self, address: str, timeout_s: float = 30.0) -> socket.socket:
-        """A connection to the rank at `address`, both ends proved; ConnectionError if it is not on this host."""
+    def reach(self, address: str, timeout_s: float = 30.0, purpose: str = PURPOSE) -> socket.socket:
+        """A connection to whoever listens at `address`, both ends proved; ConnectionError if it is not on this host."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
             sock.connect("\0" + address)
             if handshake.peer_credentials(sock)[1] != os.getuid():
                 raise ConnectionError("the process at the other end runs under another user")
-            handshake.greet(sock, self._token, PURPOSE, timeout_s)
+            handshake.greet(sock, self._token, purpose, timeout_s)
         except BaseException:
             sock.close()
             raise
