@@ -77,8 +77,8 @@ def test_a_script_alone_is_its_own_server(launcher: Launcher) -> None:
 
 
 def test_async_and_ssp_reach_the_accuracy_of_sync_in_the_same_number_of_samples(launcher: Launcher) -> None:
-    """The mean over eight nets with plain SGD, on the digits' test set, after 16 epochs: from the 12th on one process is
-    at its plateau of 92 %, so that the smaller, more frequent updates of async are no advantage."""
+    """The mean over eight nets with plain SGD, on the digits' test set, after 16 epochs: from the 12th on one process
+    is at its plateau of 92 %, so that the smaller, more frequent updates of async are no advantage."""
     reached = {}
     for strategy in ("ps", "ps:mode=async", "ps:mode=ssp,staleness=3"):
         done = launcher.run("run", "-n", 2, "--servers", 1, "--strategy", strategy, "ps_digits.py")

@@ -170,7 +170,7 @@ def test_one_that_joins_later_is_told_all_rows_and_one_that_left_is_not_kept_for
         for each in layout.parts[0].parcels:
             given = sparse(each, some_rows(dice)) if each.row else None
             server.handle(0, Push(step, each.number, [0]), [given])
-    assert all(len(log) <= log.num_rows for log in server._desk._rows.values())
+    assert all(len(log) <= log.num_rows for log in server._keeper._rows.values())
     server.join(2)
     first = next(ready for _, ready in server.refresh(2, -1) if ready.parcel == parcel.number)
     again = next(ready for _, ready in server.refresh(2, -2) if ready.parcel == parcel.number)

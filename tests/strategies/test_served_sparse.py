@@ -11,7 +11,7 @@ import torch
 
 import ranks
 from hora.errors import HoraError
-from hora.server.desk import Desk
+from hora.server.keeper import Keeper
 from hora.server.layout import cut
 from hora.server.memory import Memory
 from hora.server.messages import Ready
@@ -301,7 +301,7 @@ class Tables:
         own = [torch.nn.Parameter(torch.zeros(5, 2))]
         optimizers = [torch.optim.SGD(own, lr=1.0)]
         (self.part,) = cut(own, optimizers, 1, 1024, frozenset({0})).parts
-        self.desk = Desk(Shelf(self.part, Memory(1, self.part.num_bytes), own, ["table"], optimizers))
+        self.desk = Keeper(Shelf(self.part, Memory(1, self.part.num_bytes), own, ["table"], optimizers))
         self.desk.join(0)
         self.copy = torch.zeros(10)
         self.desk.lend(0, [self.copy])

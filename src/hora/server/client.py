@@ -24,8 +24,9 @@ from ..errors import HoraError, Mismatch, OutOfMemory, PeerLost, Timeout
 from ..transport.base import SLICE_S, SLOW_S
 from ..transport.passing import Passing
 from ..transport.tcp import memory_of, tune
-from .layout import Block, Layout, Parcel, Part
+from .layout import Block, Layout, Parcel
 from .line import Closed, Line
+from .link import Link
 from .loop import PURPOSE, near_address
 from .memory import Memory
 from .messages import (
@@ -53,45 +54,15 @@ from .messages import (
     Trouble,
     Welcome,
 )  # fmt: skip
-from .rows import from_bytes, num_bytes, to_bytes
-from .shelf import views
+from .rows import num_bytes, to_bytes
 
 log = logging.getLogger(__name__)
 
 NUM_EXTRA = 1  # further connections to a server on another host, for tensors
 MAX_ROWS = 1 << 20  # of a table that a batch may touch: their numbers fit into a message with room to spare
-PATIENT_TRIES = 1000  # so many readings that met a write, and the client looks up whether the server still lives
 CAUSE_S = 0.5  # a broken line waits this long for word of why
 
 Check = Callable[[], None]
-
-
-class Link:
-    """All that joins this worker with one server."""
-
-    def __init__(self, number: int, part: Part, dtypes: Sequence[torch.dtype]) -> None:
-        self.number = number
-        self.part = part
-        self.lines: list[Line] = []
-        self.shared = False
-        self.gradients: Memory
-        self.parameters: Memory
-        self.private = False  # what it reads is a copy that is its alone, so never half written
-        self.base = [0] * len(part.blocks)  # the versions that were read last
-        self.held: list[int] | None = None  # those that the gradients to be pushed next are based on, if others
-        self.outstanding: set[int] = set()  # parcels that are still to be read
-        self.readies: list[Ready] = []
-        self.answers: list[Message] = []
-        self.blob: bytearray | None = None
-        self.rooms: dict[int, torch.Tensor] = {}  # for rows that were asked for, by the number of the Lookup
-        self.staged: list[list[torch.Tensor]] = []
-        self.read: list[list[torch.Tensor]] = []
-        self._dtypes = dtypes
-
-    def settle(self) -> None:
-        """Its memories are there: the views into them are made once."""
-        self.staged = list(views(self.gradients, self.part, self._dtypes))
-        self.read = list(views(self.parameters, self.part, self._dtypes))
 
 
 class Client:
@@ -119,7 +90,6 @@ class Client:
         self.layout = layout
         self.links = [Link(number, part, dtypes) for number, part in enumerate(layout.parts)]
         self.check = check
-        self.num_retries = 0  # readings that met a write
         self.pushed_bytes = 0  # of gradients, sent or laid out for a server to read
         self.lags: list[int] = []
         self._targets = targets
@@ -289,9 +259,7 @@ class Client:
         values = given.values().to(parcel.table.dtype).contiguous()
         self._send(link, Push(step, parcel.number, base, None, [to_bytes(given.indices()[0])]), values)
 
-    def _send(
-        self, link: Link, message: Message, payload: torch.Tensor | bytes | None = None, number: int = 0
-    ) -> None:
+    def _send(self, link: Link, message: Message, payload: torch.Tensor | bytes | None = None, number: int = 0) -> None:
         """On one of the lines to this server; PeerLost if it is gone."""
         try:
             link.lines[number].send(message, payload)
@@ -401,65 +369,14 @@ class Client:
             self._deferred.append((link, message))
         elif isinstance(message, Ready):
             parcel = link.part.parcels[message.parcel]
-            self._read(link, parcel, message)
+            self.lags.append(message.lag)
+            link.read(parcel, message, self._targets, self._check_alive)
             link.outstanding.discard(message.parcel)
             link.readies.append(message)
         elif isinstance(message, Trouble):
             raise HoraError(message.reason)
         else:
             link.answers.append(message)
-
-    def _read(self, link: Link, parcel: Parcel, ready: Ready) -> None:
-        self.lags.append(ready.lag)
-        if parcel.table is not None:  # its rows are read when they are needed
-            link.base[parcel.blocks[0].number] = ready.versions[0]
-            return
-        rows = None
-        if parcel.row and ready.rows is not None:
-            rows = from_bytes(ready.rows[0])
-        source = link.read[parcel.number]
-        for position, block in enumerate(parcel.blocks):
-            target = self._targets(block)
-            if link.private:
-                self._copy(target, source[position], rows, parcel.row, packed=not link.shared)
-                link.base[block.number] = ready.versions[position]
-            else:
-                self._read_whole(link, block, target, source[position], rows, parcel.row)
-                if rows is not None:
-                    link.base[block.number] = ready.versions[position]  # its other rows may have changed since
-
-    def _read_whole(
-        self, link: Link, block: Block, target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor | None, row: int
-    ) -> None:
-        """Copies until nothing was written meanwhile: the block's word is the same even number before and after."""
-        words, number = link.parameters.words, block.number
-        while True:
-            before = words[number]
-            if not before & 1:
-                self._copy(target, source, rows, row)
-                if words[number] == before:
-                    link.base[number] = before // 2
-                    return
-            self.num_retries += 1
-            if self.num_retries % PATIENT_TRIES == 0:
-                self._check_alive(link)
-            time.sleep(0)  # the server needs the core to finish
-
-    @staticmethod
-    def _copy(
-        target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor | None, row: int, packed: bool = False
-    ) -> None:
-        if rows is None:
-            target.copy_(source)
-        elif len(rows):
-            if packed:  # behind the message came these rows alone
-                target.view(-1, row).index_copy_(
-                    0, rows.to(target.device), source[: len(rows) * row].view(-1, row).to(target.device)
-                )
-            else:
-                target.view(-1, row).index_copy_(
-                    0, rows.to(target.device), source.view(-1, row)[rows].to(target.device)
-                )
 
     # -- outside of steps ----------------------------------------------------------------------------------------------
 

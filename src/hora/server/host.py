@@ -16,8 +16,9 @@ from ..roster import Roster
 from ..tables import tables_of
 from .access import Access
 from .layout import Layout, cut
-from .loop import Loop, Station, summary
+from .loop import Loop, Station
 from .state import Rules
+from .summary import summary
 from .table import OPTIMIZERS, Spec
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from ..coordinator import Control, Event
 from ..coordinator.client import dial
 from ..errors import HoraError, OutOfMemory
 from ..transport.passing import Passing
-from ..transport.tcp import memory_of, tune
+from ..transport.tcp import tune
+from .guest import Guest
 from .layout import Layout
 from .line import Closed, Line
 from .memory import Memory
@@ -59,10 +60,9 @@ from .messages import (
     Trouble,
     Welcome,
 )  # fmt: skip
-from .rows import ROW_BYTES, checked, from_bytes
-from .shelf import Gradient, Shelf, views
+from .rows import checked
+from .shelf import Shelf
 from .state import Out, Rules, Server
-from .table import Spec
 
 log = logging.getLogger(__name__)
 
@@ -92,19 +92,6 @@ class Station:
         self.bind = bind
         self.timeout_s = timeout_s
         self.history = history
-
-
-class _Guest:
-    """One worker: its lines, and the memory that its gradients come in."""
-
-    def __init__(self, line: Line, shared: bool) -> None:
-        self.lines = [line]
-        self.shared = shared
-        self.gradients: list[list[torch.Tensor]] = []  # by parcel and block
-        self.memory: Memory | None = None
-        self.copies: Memory | None = None
-        self.blob: bytearray | None = None
-        self.loose: dict[int, bytearray] = {}  # rows for tables, by the id of the Push that they came behind
 
 
 class Loop:
@@ -140,7 +127,7 @@ class Loop:
             self.server.join(worker)
         self._alive = set(station.workers)
         self._members = set(station.workers)  # those that the coordinator knows
-        self._guests: dict[int, _Guest] = {}
+        self._guests: dict[int, Guest] = {}
         self._servers: dict[int, Line] = {}
         self._for_servers: list[tuple[int, Message]] = []  # for those that have not called yet
         self._kept: dict[str, bytes] = {}
@@ -339,7 +326,7 @@ class Loop:
         if guest is None:
             return  # it is gone, and this came before that was known
         if isinstance(message, Push):
-            self._post(self.server.handle(number, message, self._gradients(guest, message)))
+            self._post(self.server.handle(number, message, guest.gradients_of(message)))
         elif isinstance(message, Lookup):
             line.send(*self._look_up(message))
         elif isinstance(message, Begin | Got | Drop | Enter | Rest):
@@ -347,16 +334,14 @@ class Loop:
         elif isinstance(message, Pull):
             self._post(self.server.refresh(number, message.number))
         elif isinstance(message, Fill):
-            if not 0 <= message.parcel < len(self._part.parcels):
-                raise HoraError(f"parameters for parcel {message.parcel} of {len(self._part.parcels)}")
-            parcel = self._part.parcels[message.parcel]
-            self.server.shelf.fill(parcel, guest.gradients[message.parcel])
+            values = guest.parameters_of(message)
+            self.server.shelf.fill(self._part.parcels[message.parcel], values)
             line.send(Done())
         elif isinstance(message, Load):
-            self._load(number, bytes(guest.blob or b""))
+            self._load(number, bytes(guest.blob))
             line.send(Done())
         elif isinstance(message, Keep):
-            self._kept[message.what] = bytes(guest.blob or b"")
+            self._kept[message.what] = bytes(guest.blob)
             line.send(Done())
         elif isinstance(message, Ask):
             line.send(Blob(message.what), self._answer(number, message.what))
@@ -377,7 +362,8 @@ class Loop:
             if problem:
                 line.send(Refused(problem))
                 return
-            guest = self._guests[message.worker] = _Guest(line, bool(message.passing))
+            guest = Guest(line, self._part, self._dtypes, self.station.number, self._most_blob_bytes)
+            self._guests[message.worker] = guest
             line.peer = ("worker", message.worker)
             if message.worker not in self.server.workers:
                 self.server.join(message.worker)
@@ -413,70 +399,22 @@ class Loop:
             )
         return ""
 
-    def _furnish(self, guest: _Guest, hello: Hello) -> Welcome:
-        """The memory for this worker's gradients, and, where what it reads must be copied, for that."""
-        num_blocks, num_bytes = len(self._part.blocks), self._part.num_bytes
-        if guest.shared:
-            try:
-                assert self._passing is not None
-                descriptor = self._passing.fetch(hello.passing, hello.key)
-                guest.memory = Memory(num_blocks, num_bytes, descriptor)
-                guest.memory.close()
-            except (AssertionError, OSError, ValueError) as problem:
-                raise HoraError(f"{hello.name} shows memory that cannot be mapped: {problem}") from None
-        else:
-            guest.memory = Memory(num_blocks, num_bytes)
-        guest.gradients = list(views(guest.memory, self._part, self._dtypes))
+    def _furnish(self, guest: Guest, hello: Hello) -> Welcome:
+        """Where what this worker reads must be copied, it reads from memory of its own."""
+        guest.furnish(hello, self._passing)
         rules = self.server.rules
         mine = ""
         if rules.backup or rules.correct == "dc" or not guest.shared:
-            guest.copies = Memory.shared(num_blocks, num_bytes) if guest.shared else Memory(num_blocks, num_bytes)
-            flat = [view for parcel in views(guest.copies, self._part, self._dtypes) for view in parcel]
+            flat, descriptor = guest.copies()
             self.server.lend(hello.worker, flat)
-            if guest.shared:
-                assert self._passing is not None and guest.copies.descriptor is not None
+            if descriptor is not None:
+                assert self._passing is not None
                 mine = f"copies-{hello.worker}"
-                self._passing.offer(mine, guest.copies.descriptor)
+                self._passing.offer(mine, descriptor)
         if not guest.shared:
             return Welcome()
         assert self._passing is not None
         return Welcome(self._passing.address, "parameters", mine)
-
-    def _gradients(self, guest: _Guest, push: Push) -> list[Gradient]:
-        if not 0 <= push.parcel < len(self._part.parcels):
-            raise HoraError(f"a gradient for parcel {push.parcel} of {len(self._part.parcels)}")
-        parcel = self._part.parcels[push.parcel]
-        if parcel.table is not None:
-            return [self._table_gradient(guest, push, parcel.table)]
-        if len(push.base) != len(parcel.blocks) or (push.have is not None and len(push.have) != len(parcel.blocks)):
-            raise HoraError(f"a gradient for parcel {push.parcel} that has {len(push.base)} blocks")
-        found: list[Gradient] = list(guest.gradients[push.parcel])
-        if push.have is not None:
-            found = [view if has else None for view, has in zip(found, push.have, strict=True)]
-        if push.rows is not None and (len(push.rows) != 1 or not parcel.row):
-            raise HoraError(f"a gradient of rows for parcel {push.parcel}, which has none")
-        if found[0] is not None and push.rows is not None:
-            num_rows = parcel.blocks[0].numel // parcel.row
-            rows = checked(push.rows[0], num_rows)
-            values = found[0][: len(rows) * parcel.row].view(len(rows), parcel.row)
-            found = [torch.sparse_coo_tensor(rows[None], values, (num_rows, parcel.row), is_coalesced=True,
-                                             check_invariants=False)]  # fmt: skip
-        return found
-
-    def _table_gradient(self, guest: _Guest, push: Push, table: Spec) -> Gradient:
-        data = guest.loose.pop(id(push), b"")
-        if push.have == [False] and len(push.base) == 1:
-            return None
-        if push.have is not None or push.rows is None or len(push.rows) != 1 or len(push.base) != 1:
-            raise HoraError(f"a gradient for the table of parcel {push.parcel} that is not one of rows")
-        num_rows = table.rows_on(self.station.number)
-        rows = checked(push.rows[0], num_rows)
-        if len(data) != len(rows) * table.row_bytes:
-            raise HoraError(f"{len(data)} bytes as the gradient of {len(rows)} rows of {table.row_bytes}")
-        values = torch.frombuffer(data, dtype=table.dtype) if data else torch.empty(0, dtype=table.dtype)
-        return torch.sparse_coo_tensor(
-            rows[None], values.view(-1, table.width), (num_rows, table.width), is_coalesced=True, check_invariants=False
-        )
 
     def _look_up(self, asked: Lookup) -> tuple[Rows, torch.Tensor]:
         if not 0 <= asked.parcel < len(self._part.parcels) or self._part.parcels[asked.parcel].table is None:
@@ -513,20 +451,9 @@ class Loop:
 
     def _place(self, line: Line, message: Message, num_bytes: int) -> memoryview:
         """Where the tensors behind a message go."""
-        if line.peer is not None and line.peer[0] == "worker" and line.peer[1] in self._guests:
-            guest = self._guests[line.peer[1]]
-            if isinstance(message, Push | Fill) and 0 <= message.parcel < len(self._part.parcels):
-                parcel = self._part.parcels[message.parcel]
-                if isinstance(message, Push) and parcel.table is not None and message.rows:
-                    if num_bytes == len(message.rows[0]) // ROW_BYTES * parcel.table.row_bytes:
-                        guest.loose[id(message)] = bytearray(num_bytes)
-                        return memoryview(guest.loose[id(message)])
-                elif num_bytes <= parcel.num_bytes and guest.memory is not None:
-                    return memory_of(guest.memory.data[parcel.at : parcel.at + num_bytes])
-            if isinstance(message, Load | Keep) and num_bytes <= self._most_blob_bytes:
-                guest.blob = bytearray(num_bytes)
-                return memoryview(guest.blob)
-        raise HoraError(f"{num_bytes} bytes behind a {type(message).__name__} that has no place for them")
+        if line.peer is None or line.peer[0] != "worker" or line.peer[1] not in self._guests:
+            raise HoraError(f"{num_bytes} bytes behind a {type(message).__name__} of one that is no worker")
+        return self._guests[line.peer[1]].room(message, num_bytes)
 
     def _post(self, out: Out) -> None:
         for (role, number), message in out:
@@ -541,16 +468,9 @@ class Loop:
             guest = self._guests.get(number)
             if guest is None:
                 continue
-            line = guest.lines[0]
-            payload = None
-            if isinstance(message, Ready) and not guest.shared:
-                assert guest.copies is not None
-                parcel = self._part.parcels[message.parcel]
-                line = guest.lines[parcel.number % len(guest.lines)]
-                payload = guest.copies.data[parcel.at : parcel.at + parcel.num_bytes]
-                if message.rows is not None:
-                    table = self.server.readable(number)[parcel.blocks[0].number].view(-1, parcel.row)
-                    payload = table[from_bytes(message.rows[0])]
+            line, payload = guest.lines[0], None
+            if isinstance(message, Ready):
+                line, payload = guest.envelope(message, self.server.readable(number))
             try:
                 line.send(message, payload)
             except Closed:
@@ -561,19 +481,3 @@ class Loop:
     def _note(self, kind: str, **facts: Any) -> None:
         assert self._history is not None
         self._history.write(json.dumps({"server": self.station.number, "kind": kind, **facts}) + "\n")
-
-
-def summary(stats: dict[str, Any]) -> str:
-    """One line for people about what a server has done."""
-    seconds = max(stats["seconds"], 1e-9)
-    total = sum(stats["lags"].values())
-    text = (f"server {stats['server']} ({stats['load_bytes'] / 1e6:.1f} MB): {stats['updates']} updates, {stats['updates'] / seconds:.1f}/s, "
-            f"{stats['bytes_in'] / 1e6:.0f} MB in, {stats['bytes_out'] / 1e6:.0f} MB out, "
-            f"busy {100 * stats['busy_s'] / seconds:.0f} %")  # fmt: skip
-    if total and set(stats["lags"]) != {"0"}:
-        shares = [f"{lag}: {100 * count / total:.0f} %" for lag, count in list(stats["lags"].items())[:8]]
-        text += f", lag {', '.join(shares)}{', …' if len(stats['lags']) > 8 else ''}"
-    for word in ("dropped", "skipped"):
-        if stats[word]:
-            text += f", {stats[word]} {word}"
-    return text

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..hyper import Hyper
-from .desk import Desk, Out
+from .keeper import Keeper, Out
 from .layout import Parcel
 from .messages import Begin, Chosen, Norm, Push, Ready
 from .shelf import Gradient
@@ -50,11 +50,13 @@ class _Round:
 class Rounds:
     """The synchronous steps of server `number`. `workers` are the server's own, which it changes."""
 
-    def __init__(self, desk: Desk, rules: Rules, workers: Mapping[int, Worker], number: int, num_servers: int) -> None:
+    def __init__(
+        self, keeper: Keeper, rules: Rules, workers: Mapping[int, Worker], number: int, num_servers: int
+    ) -> None:
         self.now = 0  # the step that is next
         self.place = (0, 0)
         self._stop = self._stopped = False  # with backups: somebody wants to stop; the last step was closed after that
-        self._desk = desk
+        self._keeper = keeper
         self._rules = rules
         self._workers = workers
         self._number = number
@@ -152,12 +154,12 @@ class Rounds:
         if any(worker not in each.begins for worker in each.chosen):
             return out
         begin = each.begins[min(each.chosen)]
-        mine = [parcel for parcel in self._desk.shelf.part.parcels if parcel.optimizer == begin.optimizer]
+        mine = [parcel for parcel in self._keeper.shelf.part.parcels if parcel.optimizer == begin.optimizer]
         skipped = next((each.begins[w].nonfinite for w in each.chosen if each.begins[w].nonfinite), "")
         for number in [parcel.number for parcel in mine] if parcels is None else parcels:
             pushes = each.pushes.get(number, {})
             if number not in each.applied and number not in each.means and all(w in pushes for w in each.chosen):
-                parcel = self._desk.shelf.part.parcels[number]
+                parcel = self._keeper.shelf.part.parcels[number]
                 if skipped:
                     self._finish_parcel(each, parcel, [], skipped)
                 elif self._rules.clip_norm is not None:
@@ -201,7 +203,7 @@ class Rounds:
             return []
         absent = [worker for worker in each.complete if not each.begins[worker].weight]
         each.chosen = sorted(able[:needed] + absent)
-        self._desk.record("chosen", step=step, workers=each.chosen, present=present)
+        self._keeper.record("chosen", step=step, workers=each.chosen, present=present)
         return [(("server", other), Chosen(step, each.chosen)) for other in range(1, self._num_servers)]
 
     def _excuse(self, each: _Round) -> None:
@@ -219,16 +221,16 @@ class Rounds:
         pairs = [(pushes[w], each.begins[w].weight * each.begins[w].scale * even) for w in each.chosen]
         if len(pairs) == 1 and pairs[0][1] == 1.0 and self._rules.clip_norm is None:
             return list(pairs[0][0])
-        return self._desk.shelf.mean(parcel, pairs)
+        return self._keeper.shelf.mean(parcel, pairs)
 
     def _finish_parcel(self, each: _Round, parcel: Parcel, mean: Sequence[Gradient], skipped: str) -> None:
         assert each.chosen is not None
         each.applied.add(parcel.number)
         if not skipped:
-            self._desk.counts.parcels += 1
-            self._desk.counts.lags[0] += 1
-            self._desk.apply(parcel, mean, each.hyper[min(each.chosen)])
-            self._desk.record("mean", step=self.now, parcel=parcel.number, workers=list(each.chosen))
+            self._keeper.counts.parcels += 1
+            self._keeper.counts.lags[0] += 1
+            self._keeper.apply(parcel, mean, each.hyper[min(each.chosen)])
+            self._keeper.record("mean", step=self.now, parcel=parcel.number, workers=list(each.chosen))
 
     def _answer(self, each: _Round, step: int, number: int, skipped: str) -> Out:
         """Everybody who took part may read this parcel; with backups only when the whole step is done."""
@@ -243,7 +245,7 @@ class Rounds:
             if self._rules.backup:
                 self._waiting.setdefault(worker, []).append(ready)
             else:
-                out += self._desk.answer(worker, [ready])
+                out += self._keeper.answer(worker, [ready])
         return out
 
     def _close(self, step: int, each: _Round, skipped: str) -> Out:
@@ -252,13 +254,13 @@ class Rounds:
         self.now = step + 1
         self.place = max([self.place, *(begin.place for begin in begins)])
         self._stopped = self._stop
-        self._desk.counts.updates += not skipped
-        self._desk.counts.skipped += bool(skipped)
+        self._keeper.counts.updates += not skipped
+        self._keeper.counts.skipped += bool(skipped)
         del self._rounds[step]
         out: Out = []
         if self._rules.backup:
             for worker in each.chosen:
-                out += self._desk.answer(worker, self._released(worker, self._waiting))
+                out += self._keeper.answer(worker, self._released(worker, self._waiting))
             out += self._drop_late(step, each)
         return out + self._flush_asked() + self._advance(self.now)
 
@@ -266,7 +268,7 @@ class Rounds:
         out: Out = []
         if not (self._rules.backup and self._is_torn()):
             for worker in list(self._asked):
-                out += self._desk.answer(worker, self._released(worker, self._asked))
+                out += self._keeper.answer(worker, self._released(worker, self._asked))
         return out
 
     def _is_torn(self) -> bool:
@@ -300,9 +302,9 @@ class Rounds:
         waiting = self._released(worker, self._waiting)
         begin = self._workers[worker].begin
         if begin is not None and begin.weight:  # one without samples has lost nothing
-            self._desk.counts.dropped += 1
-            self._desk.record("dropped", worker=worker, step=waiting[0].step, now=self.now)
-        return self._desk.answer(worker, waiting)
+            self._keeper.counts.dropped += 1
+            self._keeper.record("dropped", worker=worker, step=waiting[0].step, now=self.now)
+        return self._keeper.answer(worker, waiting)
 
     # -- clipping ------------------------------------------------------------------------------------------------------
 
@@ -331,7 +333,7 @@ class Rounds:
         each.factor = min(1.0, self._rules.clip_norm / (math.sqrt(squares) + 1e-6))
         out: Out = []
         for number, mean in list(each.means.items()):
-            parcel = self._desk.shelf.part.parcels[number]
+            parcel = self._keeper.shelf.part.parcels[number]
             if each.factor < 1.0:
                 mean = [None if g is None else g.mul_(each.factor) for g in mean]
             self._finish_parcel(each, parcel, mean, "")

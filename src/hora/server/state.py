@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..hyper import Hyper
-from .desk import Address, Counts, Desk, Out
+from .keeper import Address, Counts, Keeper, Out
 from .layout import Parcel
 from .messages import Begin, Drop, Enter, Entered, FromServer, FromWorker, Got, Meet, Push, Ready, Rest
 from .rounds import Rounds
@@ -88,9 +88,9 @@ class Server:
         self.rules = rules
         self.number = number
         self.num_servers = num_servers
-        self._desk = Desk(shelf, record)
+        self._keeper = Keeper(shelf, record)
         self._workers: dict[int, Worker] = {}
-        self._rounds = Rounds(self._desk, rules, self._workers, number, num_servers)
+        self._rounds = Rounds(self._keeper, rules, self._workers, number, num_servers)
         self._reached = 0  # the highest clock there was
         self._met = 0  # the newest full synchronisation that was decided on
         self._meeting: dict[int, list[int]] = {}  # by clock: whom server 0 has named that may not be there yet
@@ -99,7 +99,7 @@ class Server:
 
     @property
     def counts(self) -> Counts:
-        return self._desk.counts
+        return self._keeper.counts
 
     @property
     def now(self) -> int:
@@ -115,28 +115,28 @@ class Server:
     def join(self, worker: int) -> None:
         """From now on this worker counts: in sync at once, else when it enters a loop."""
         self._workers[worker] = Worker()
-        self._desk.join(worker)
+        self._keeper.join(worker)
         if self.rules.correct == "dc" or self.rules.backup:
             self.lend(worker, [torch.empty_like(flat) for flat in self.shelf.flats])
 
     def lend(self, worker: int, copies: list[torch.Tensor]) -> None:
         """Memory, block by block, into which what this worker may read is copied: then later updates, for which it is
         not waited, cannot get into its reading."""
-        self._desk.lend(worker, copies)
+        self._keeper.lend(worker, copies)
 
     def readable(self, worker: int) -> list[torch.Tensor]:
         """Where this worker reads the blocks."""
-        return self._desk.copies.get(worker, self.shelf.flats)
+        return self._keeper.copies.get(worker, self.shelf.flats)
 
     def leave(self, worker: int) -> Out:
         """It is gone, well or not. What it was told of stays; what was not complete is forgotten."""
         gone = self._workers.pop(worker, None)
         if gone is None:
             return []
-        self._desk.record("leave", worker=worker)
+        self._keeper.record("leave", worker=worker)
         self._reading.pop(worker, None)
         self._held = [held for held in self._held if held[0] != worker]
-        self._desk.leave(worker)
+        self._keeper.leave(worker)
         return self._rounds.leave(worker) + self._settle()
 
     @property
@@ -216,7 +216,7 @@ class Server:
         others = [each.clock for each in self._workers.values() if each.trains]
         state.clock = max(state.clock, min(others, default=self._reached))
         state.trains = True
-        self._desk.record("enter", worker=worker, clock=state.clock)
+        self._keeper.record("enter", worker=worker, clock=state.clock)
         if not counting:
             return []
         return [(("server", other), Entered(worker, state.clock)) for other in range(1, self.num_servers)]
@@ -278,7 +278,7 @@ class Server:
         state.clock += 1
         state.last = state.begin.step
         self._reached = max(self._reached, state.clock)
-        self._desk.record("step", worker=worker, step=state.begin.step, clock=state.clock)
+        self._keeper.record("step", worker=worker, step=state.begin.step, clock=state.clock)
         if self.rules.mode == "sync":
             out = self._rounds.complete(worker, state.begin.step)
         else:
@@ -306,7 +306,7 @@ class Server:
     def look_up(self, parcel: Parcel, rows: torch.Tensor) -> tuple[int, torch.Tensor]:
         """A table's version and these rows of it, as they are now: a worker asks for what its next gradient is to be
         based on once it was told that it may go on."""
-        return self._desk.look_up(parcel, rows)
+        return self._keeper.look_up(parcel, rows)
 
     # -- async, ssp ----------------------------------------------------------------------------------------------------
 
@@ -323,14 +323,14 @@ class Server:
             settled = gradients if factor == 1.0 else self.shelf.mean(parcel, [(gradients, factor)])
             if self.rules.correct == "dc" and lag:
                 settled = self._compensate(worker, parcel, settled)
-            self._desk.apply(parcel, settled, state.hyper)
-            self._desk.record("apply", worker=worker, step=push.step, parcel=parcel.number, lag=lag)
+            self._keeper.apply(parcel, settled, state.hyper)
+            self._keeper.record("apply", worker=worker, step=push.step, parcel=parcel.number, lag=lag)
         clock = state.clock + 1
         ready = Ready(push.step, parcel.number, [], lag=lag, skipped=begin.nonfinite)
         if state.waiting or not self._may_read(worker, clock):
             state.waiting.append((clock, ready))
             return []
-        return self._desk.answer(worker, [ready])
+        return self._keeper.answer(worker, [ready])
 
     def _compensate(self, worker: int, parcel: Parcel, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Delay compensation: g + λ g ⊙ g ⊙ (w now − w then), an estimate of the gradient at the parameters of now.
@@ -338,7 +338,7 @@ class Server:
         Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, 2017."""
         result: list[Gradient] = []
         for block, gradient in zip(parcel.blocks, gradients, strict=True):
-            now, then = self.shelf.flats[block.number], self._desk.copies[worker][block.number]
+            now, then = self.shelf.flats[block.number], self._keeper.copies[worker][block.number]
             if gradient is not None and gradient.is_sparse:
                 gradient = shift(gradient, now.view(-1, parcel.row), then.view(-1, parcel.row), self.rules.dc_lambda)
             elif gradient is not None:
@@ -367,9 +367,9 @@ class Server:
             if not free:
                 continue
             each.waiting = each.waiting[len(free) :]
-            out += self._desk.answer(rank, [ready for _, ready in free])
+            out += self._keeper.answer(rank, [ready for _, ready in free])
             clock, ready = free[-1]
-            self._desk.record("free", worker=rank, clock=clock, staleness=self.staleness(rank))
+            self._keeper.record("free", worker=rank, clock=clock, staleness=self.staleness(rank))
             if self.rules.sync_every and clock % self.rules.sync_every == 0:
                 self._reading[rank] = ready.step
         return out + self._go_on()

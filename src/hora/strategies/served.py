@@ -17,7 +17,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -25,17 +24,16 @@ from .. import hyper
 from ..buckets import Backward, Bucket
 from ..collectives.base import Group
 from ..errors import HoraError
-from ..lanes import flatten, is_dense, laid
 from ..roster import Roster
 from ..server.client import Client
-from ..server.host import Colocated, layout_of, sparse_ones
-from ..server.layout import Block, Part
+from ..server.host import Colocated, layout_of
+from ..server.layout import Block
 from ..server.messages import Begin, Ready
-from ..server.rows import takes_rows
 from ..server.shelf import pack, unpack
-from ..server.table import join, split
 from ..tables import tables_of
 from . import nonfinite, states
+from .archive import Archive
+from .flats import Flats
 from .pile import Pile
 from .ps import PS
 from .sync import Halt, Snapshot, Sync, Verdict
@@ -63,8 +61,9 @@ class Served(Watching, Sync):
         self._pile = Pile()
         self._spent: tuple[float, float, int] | None = None  # what the pile was at an optimizer's step, for the others'
         self._client: Client
+        self._flats: Flats
+        self._archive: Archive
         self._colocated: Colocated | None = None
-        self._sparse = sparse_ones(roster)
         self._tables = {roster.index[id(table.rows)]: table for table in tables_of(roster.models)}
         if self._tables and (strategy.backup or strategy.correct == "dc"):
             option = "backup" if strategy.backup else "correct=dc"
@@ -76,8 +75,6 @@ class Served(Watching, Sync):
         self._pushed = False  # a step was pushed whose result is still to be read
         self._eligible = True
         self._swapped: list[list[torch.Tensor]] = []
-        self._flats: dict[int, tuple[int, torch.Tensor]] = {}  # parameters as vectors, by index, with their address
-        self._grads: dict[int, torch.Tensor | None] = {}
         self._buffer_versions: list[tuple[int, int]] = []
         self._culprit = ""
         self._verdict = Verdict()
@@ -94,6 +91,7 @@ class Served(Watching, Sync):
             raise ValueError(f"backup={self.strategy.backup} of {access.size} workers leaves nobody to step with")
         self.home = group
         layout = layout_of(self.roster, access.num_servers, self.strategy.block_bytes)
+        self._flats = Flats(self.roster, self._tables, access.num_servers)
         if not access.joined:
             self.roster.agree(group)
         if self.lockstep and group.size > 1:
@@ -111,12 +109,13 @@ class Served(Watching, Sync):
             token=access.token,
             timeout_s=access.timeout_s,
             check=self._check,
-            targets=self._target,
+            targets=self._flats.target,
             shared=access.shared,
         )
+        self._archive = Archive(self.roster, self._client)
         self._client.connect(self.roster.entries())
         if access.rank == 0:
-            self._client.fill(self._values)
+            self._client.fill(self._flats.values)
         if not access.joined:
             group.barrier("the servers have rank 0's parameters")
         self._refresh()
@@ -257,15 +256,7 @@ class Served(Watching, Sync):
 
     def _nonfinite(self, parameters: Iterable[torch.Tensor]) -> str:
         """Which of this worker's gradients is not finite, in words; before any of them has left."""
-        named = []
-        for parameter in parameters:
-            grad = parameter.grad
-            if grad is not None:
-                values = grad._values() if grad.layout is torch.sparse_coo else grad
-                if not bool(torch.isfinite(values.detach().sum(dtype=torch.float32))) and not bool(
-                    torch.isfinite(values).all()
-                ):
-                    named.append(self.roster.names[self.roster.index[id(parameter)]])
+        named = self._flats.nonfinite(parameters)
         if not named:
             return ""
         more = " and others" if len(named) > nonfinite.MOST_NAMED else ""
@@ -282,9 +273,9 @@ class Served(Watching, Sync):
 
     def open_step(self, optimizer: torch.optim.Optimizer) -> None:
         begin_s, pushed_bytes = time.perf_counter(), self._client.pushed_bytes
-        self._collect(optimizer)
-        self.push_pull(self.roster.optimizers.index(optimizer), self._gradient)
-        self._grads.clear()
+        self._flats.collect(optimizer)
+        self.push_pull(self.roster.optimizers.index(optimizer), self._flats.gradient)
+        self._flats.clear()
         self._pile.clear()
         self._absent = False
         if self._verdict.skipped:
@@ -345,110 +336,13 @@ class Served(Watching, Sync):
         """What `clip_norm` multiplies this gradient by: alone, a worker has all of it."""
         if self.strategy.clip_norm is None:
             return 1.0
-        grads = [grad for grad in self._grads.values() if grad is not None]
-        values = [grad.values() if grad.is_sparse else grad for grad in grads]
-        norm = float(torch.nn.utils.get_total_norm(values)) * self._scale
+        norm = self._flats.norm() * self._scale
         return min(1.0, self.strategy.clip_norm / (norm + 1e-6))
-
-    def _collect(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients of this step as vectors, in the order in which their parameters lie in memory."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                index = self.roster.index[id(parameter)]
-                if index in self._tables:
-                    self._grads[index] = self._tables[index].gradient()
-                    continue
-                self._grads[index] = self._flat(index, parameter)
-                grad = self._grads[index]
-                if grad is not None and grad.is_sparse and not takes_rows(type(optimizer)):
-                    raise HoraError(
-                        f"the gradient of {self.roster.names[index]} is sparse, which {type(optimizer).__name__} does "
-                        "not take: give this table torch.optim.SparseAdam, Adagrad or SGD, beside the other optimizer "
-                        "in job.prepare(model, [first, second])"
-                    )
-
-    def _flat(self, index: int, parameter: torch.Tensor) -> torch.Tensor | None:
-        grad = parameter.grad
-        if grad is None:
-            return None
-        if grad.layout is torch.sparse_coo:
-            if index not in self._sparse:
-                raise HoraError(
-                    f"the gradient of {self.roster.names[index]} is sparse, and no nn.Embedding(sparse=True) has it: "
-                    "under ps only these have rows that travel alone"
-                )
-            return grad.detach().coalesce().cpu()
-        if grad.dtype != parameter.dtype or grad.shape != parameter.shape:
-            raise HoraError(
-                f"the gradient of {self.roster.names[index]} is {list(grad.shape)} of {grad.dtype}, the parameter "
-                f"{list(parameter.shape)} of {parameter.dtype}"
-            )
-        if is_dense(parameter) and grad.stride() != parameter.stride():
-            grad = torch.empty_like(parameter).copy_(grad)
-        return laid(grad)
-
-    def _gradient(self, block: Block) -> torch.Tensor | None:
-        grad = self._grads.get(block.index)
-        if grad is None:
-            return None
-        if block.index in self._tables:
-            return self._ids(block, grad)
-        if grad.is_sparse:
-            return self._rows(block, grad)
-        return grad if block.whole else grad[block.start : block.stop]
-
-    def _rows(self, block: Block, grad: torch.Tensor) -> torch.Tensor:
-        """The rows of a sparse gradient that lie in this block, counted from its beginning."""
-        row = grad.numel() // grad.shape[0]
-        first, last = block.start // row, block.stop // row
-        rows, values = grad.indices()[0], grad.values()
-        begin, end = (int(at) for at in torch.searchsorted(rows, torch.tensor([first, last])))
-        return torch.sparse_coo_tensor(
-            (rows[begin:end] - first)[None],
-            values[begin:end].reshape(end - begin, row),
-            (last - first, row),
-            is_coalesced=True,
-            check_invariants=False,
-        )
-
-    def _ids(self, block: Block, grad: torch.Tensor) -> torch.Tensor:
-        """The rows of a table's gradient that are for the server of this block, as it counts them."""
-        ids, num_servers = grad.indices()[0], self.access.num_servers
-        mine = (ids % num_servers == block.start).nonzero().view(-1)
-        shape = (-(-grad.shape[0] // num_servers), grad.shape[1])
-        return torch.sparse_coo_tensor(
-            (ids[mine] // num_servers)[None], grad.values()[mine], shape, is_coalesced=True, check_invariants=False
-        )
-
-    def _target(self, block: Block) -> torch.Tensor:
-        """Where a block's parameters go."""
-        flat = self._vector(block.index)
-        return flat if block.whole else flat[block.start : block.stop]
-
-    def _vector(self, index: int) -> torch.Tensor:
-        parameter = self.roster.parameters[index]
-        known = self._flats.get(index)
-        if known is None or known[0] != parameter.data_ptr():
-            whole = parameter.detach()
-            known = self._flats[index] = (parameter.data_ptr(), flatten(whole) if is_dense(whole) else laid(whole))
-        return known[1]
-
-    def _scatter(self) -> None:
-        """Parameters with gaps in their memory were read into vectors of their own."""
-        for index, (_, flat) in self._flats.items():
-            parameter = self.roster.parameters[index]
-            if not is_dense(parameter):
-                parameter.detach().copy_(flat.view(parameter.shape))
-
-    def _values(self, block: Block) -> torch.Tensor:
-        """A block's parameters as they are here."""
-        flat = laid(self.roster.parameters[block.index])
-        return flat if block.whole else flat[block.start : block.stop]
 
     def _conclude(self, readies: list[Ready]) -> None:
         """The step's result is here: what the servers said of it."""
         self._pushed = False
-        self._scatter()
+        self._flats.scatter()
         self._step += 1
         self._lags = (self._lags[0] + sum(self._client.lags), self._lags[1] + len(self._client.lags))
         if self.strategy.sync_every:
@@ -476,7 +370,7 @@ class Served(Watching, Sync):
         while len({ready.now for ready in readies}) > 1 and tries < CATCH_UPS:
             tries += 1
             readies = self._client.refresh()
-            self._scatter()
+            self._flats.scatter()
         now = max(ready.now for ready in readies)
         self._eligible = all(ready.now == now for ready in readies)
         self.jumped += now - self._step
@@ -496,7 +390,7 @@ class Served(Watching, Sync):
                 self._client.drop(self._step)
         for parameter in self.roster.parameters:
             parameter.grad = None
-        self._grads.clear()
+        self._flats.clear()
         self._pile.clear()
         self._backward.running = False
         self.exchanging = False
@@ -541,7 +435,7 @@ class Served(Watching, Sync):
 
     def _refresh(self) -> None:
         readies = self._client.refresh()
-        self._scatter()
+        self._flats.scatter()
         if self.strategy.backup:
             self._verdict.stop = any(ready.stop for ready in self._catch_up(readies))
         elif self.strategy.mode == "sync":
@@ -576,59 +470,14 @@ class Served(Watching, Sync):
         found: states.States = [{} for _ in self.roster.optimizers]
         if complete:
             parameters = {name: p.clone() for name, p in parameters.items()}
-            told = [unpack(self._client.ask(link.number, "state")) for link in self._client.links]
-            for link, theirs in zip(self._client.links, told, strict=True):
-                self._assemble(link.part, theirs, parameters, found)
-            self._join_tables(told, found)
+            found = self._archive.fetch(parameters)
         if self.lockstep:
             self.home.barrier("snapshot taken")
         return Snapshot(parameters, dict(self.roster.buffers), found)
 
-    def _join_tables(self, told: list[list[dict[str, Any]]], found: states.States) -> None:
-        """What all servers told of the tables that only they have."""
-        parts: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        for link, (_, *kept) in zip(self._client.links, told, strict=True):
-            for parcel in link.part.parcels:
-                if parcel.table is not None:
-                    mine = kept[parcel.optimizer][str(parcel.blocks[0].number)]
-                    parts.setdefault((parcel.optimizer, parcel.table.index), []).append(mine)
-        for (optimizer, index), theirs in parts.items():
-            found[optimizer][self.roster.names[index]] = join(theirs)
-
-    def _assemble(
-        self, part: Part, told: list[dict[str, Any]], parameters: dict[str, torch.Tensor], found: states.States
-    ) -> None:
-        """What one server told of its blocks, into its places."""
-        values, *kept = told
-        for block in part.blocks:
-            if block.index in self._tables:
-                continue
-            name, parameter = self.roster.names[block.index], self.roster.parameters[block.index]
-            value = values[str(block.number)]
-            if is_dense(parameter):
-                flatten(parameters[name])[block.start : block.stop].copy_(value.reshape(-1))
-            else:
-                parameters[name].copy_(value.view(parameter.shape))
-            for number, by_block in enumerate(kept):
-                if str(block.number) in by_block:
-                    whole = found[number].setdefault(name, {})
-                    states.put(whole, by_block[str(block.number)], parameter, block.start, block.stop)
-
     def load_states(self, kept: states.States) -> None:
         if self.home.rank == 0:
-            for link in self._client.links:
-                blocks: list[dict[str, Any]] = [{} for _ in kept]
-                for parcel in link.part.parcels:
-                    for block in parcel.blocks:
-                        state = kept[parcel.optimizer].get(self.roster.names[block.index])
-                        if state is not None and parcel.table is not None:
-                            mine = split(state, link.number, self.access.num_servers)
-                            blocks[parcel.optimizer][str(block.number)] = mine
-                        elif state is not None:
-                            parameter = self.roster.parameters[block.index]
-                            cut = states.cut(state, parameter, block.start, block.stop)
-                            blocks[parcel.optimizer][str(block.number)] = cut
-                self._client.load(link.number, pack(blocks))
+            self._archive.put(kept)
         self.home.barrier("optimizer state restored")
 
     def reload(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
@@ -639,7 +488,7 @@ class Served(Watching, Sync):
                 buffer.copy_(buffers[name])
         self.home.barrier("before the servers' parameters are restored")
         if self.home.rank == 0:
-            self._client.fill(self._values)
+            self._client.fill(self._flats.values)
         self.home.barrier("the servers' parameters are restored")
         self._refresh()
         self._buffer_versions = self.roster.signature()

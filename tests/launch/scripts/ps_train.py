@@ -54,7 +54,7 @@ here = given.source is None or job.rank == given.source
 loader = job.shard(dataset if here else None, batch_size=given.batch, shuffle=True, source=given.source)
 if given.save:
     print("restored", job.restore(given.save), flush=True)
-told = open(os.path.join(given.told, f"worker-{job.rank}"), "a", buffering=1) if given.told else None
+told = open(os.path.join(given.told, f"worker-{job.rank}"), "a", buffering=1) if given.told else None  # noqa: SIM115
 if told is not None:
     told.write(f"pid {os.getpid()}\n")
 seen = []

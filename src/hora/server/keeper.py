@@ -1,4 +1,4 @@
-"""Desk: where a server hands out its blocks. It applies what the rules have decided on, and answers."""
+"""Keeper: where a server hands out its blocks. It applies what the rules have decided on, and answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Counts:
     lags: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
 
-class Desk:
+class Keeper:
     """What a worker was given, and what has changed since."""
 
     def __init__(self, shelf: Shelf, record: Callable[..., None] | None = None) -> None:

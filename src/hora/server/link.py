@@ -1,0 +1,102 @@
+"""Link: all that joins a worker with one server, and how a block is read whole while that server may write it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .layout import Block, Parcel, Part
+from .line import Line
+from .memory import Memory
+from .messages import Message, Ready
+from .rows import from_bytes
+from .shelf import views
+
+PATIENT_TRIES = 1000  # so many readings that met a write, and the worker looks up whether the server still lives
+
+
+class Link:
+    """All that joins this worker with one server."""
+
+    def __init__(self, number: int, part: Part, dtypes: Sequence[torch.dtype]) -> None:
+        self.number = number
+        self.part = part
+        self.lines: list[Line] = []
+        self.shared = False
+        self.gradients: Memory
+        self.parameters: Memory
+        self.private = False  # what it reads is a copy that is its alone, so never half written
+        self.base = [0] * len(part.blocks)  # the versions that were read last
+        self.held: list[int] | None = None  # those that the gradients to be pushed next are based on, if others
+        self.outstanding: set[int] = set()  # parcels that are still to be read
+        self.readies: list[Ready] = []
+        self.answers: list[Message] = []
+        self.blob: bytearray | None = None
+        self.rooms: dict[int, torch.Tensor] = {}  # for rows that were asked for, by the number of the Lookup
+        self.staged: list[list[torch.Tensor]] = []
+        self.shown: list[list[torch.Tensor]] = []  # the servers' blocks, as they are to be read
+        self.num_retries = 0  # readings that met a write
+        self._dtypes = dtypes
+
+    def settle(self) -> None:
+        """Its memories are there: the views into them are made once."""
+        self.staged = list(views(self.gradients, self.part, self._dtypes))
+        self.shown = list(views(self.parameters, self.part, self._dtypes))
+
+    def read(
+        self,
+        parcel: Parcel,
+        ready: Ready,
+        targets: Callable[[Block], torch.Tensor],
+        check: Callable[[Link], None],
+    ) -> None:
+        """Copies a parcel's blocks to where they are wanted. `check` may raise, if the server is gone."""
+        if parcel.table is not None:  # its rows are read when they are needed
+            self.base[parcel.blocks[0].number] = ready.versions[0]
+            return
+        rows = from_bytes(ready.rows[0]) if parcel.row and ready.rows is not None else None
+        for position, (block, source) in enumerate(zip(parcel.blocks, self.shown[parcel.number], strict=True)):
+            target = targets(block)
+            if self.private:
+                _copy(target, source, rows, parcel.row, packed=not self.shared)
+                self.base[block.number] = ready.versions[position]
+            else:
+                self._read_whole(block, target, source, rows, parcel.row, check)
+                if rows is not None:
+                    self.base[block.number] = ready.versions[position]  # its other rows may have changed since
+
+    def _read_whole(
+        self,
+        block: Block,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        rows: torch.Tensor | None,
+        row: int,
+        check: Callable[[Link], None],
+    ) -> None:
+        """Copies until nothing was written meanwhile: the block's word is the same even number before and after."""
+        words, number = self.parameters.words, block.number
+        while True:
+            before = words[number]
+            if not before & 1:
+                _copy(target, source, rows, row)
+                if words[number] == before:
+                    self.base[number] = before // 2
+                    return
+            self.num_retries += 1
+            if self.num_retries % PATIENT_TRIES == 0:
+                check(self)
+            time.sleep(0)  # the server needs the core to finish
+
+
+def _copy(
+    target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor | None, row: int, packed: bool = False
+) -> None:
+    """All of a block, or these rows; `packed`: behind the message came the rows alone."""
+    if rows is None:
+        target.copy_(source)
+    elif len(rows):
+        values = source[: len(rows) * row].view(-1, row) if packed else source.view(-1, row)[rows]
+        target.view(-1, row).index_copy_(0, rows.to(target.device), values.to(target.device))
