@@ -48,12 +48,13 @@ def rows_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_demo_trains_under_every_strategy_and_all_learn_the_same(home: pathlib.Path) -> None:
-    done = subprocess.run(DEMO, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(DEMO, capture_output=True, text=True, timeout=290, check=False)
     assert done.returncode == 0, done.stderr
-    rows = rows_of(done.stdout)
-    assert [row[0] for row in rows] == ["auto", *demo.STRATEGIES]
+    rows = [row for row in rows_of(done.stdout) if len(row) == 8]
+    assert [row[0] for row in rows] == ["auto", *demo.STRATEGIES, *demo.SERVED]
+    assert [row[0] for row in rows_of(done.stdout) if len(row) == 5] == list(demo.UNEVEN)
     workers = [int(row[1]) for row in rows]
     assert workers[0] == 1 and set(workers[1:]) in ({2}, {4})
     for row in rows:
@@ -61,8 +62,8 @@ def test_the_demo_trains_under_every_strategy_and_all_learn_the_same(home: pathl
         assert 0 <= float(row[5].rstrip("%")) <= 100 and re.fullmatch(r"[\d,]+ MB", row[7])
         if row[0] != "engine":
             assert (int(row[6].replace(",", "")) > 0) == (row[1] != "1")
-    assert rows[-1][0] == "engine" and rows[-1][6] == demo.UNKNOWN
-    losses = [float(row[3]) for row in rows]
+    assert next(row for row in rows if row[0] == "engine")[6] == demo.UNKNOWN
+    losses = [float(row[3]) for row in rows if not row[0].startswith("ps:")]  # those that step together
     assert max(losses) - min(losses) <= 0.02 * max(losses)
     assert "ring, 2 workers: 150 steps in" in done.stdout or "ring, 4 workers: 150 steps in" in done.stdout
     assert "examples/gpt.py" in done.stdout and "\x1b" not in done.stdout and "━ " not in done.stdout
@@ -72,7 +73,7 @@ def test_the_demo_trains_under_every_strategy_and_all_learn_the_same(home: pathl
 
 
 def test_every_strategy_is_in_the_demo() -> None:
-    assert {text.partition(":")[0] for text in demo.STRATEGIES} == set(KNOWN)
+    assert {text.partition(":")[0] for text in (*demo.STRATEGIES, *demo.SERVED)} == set(KNOWN)
 
 
 def test_a_run_that_fails_is_shown_with_its_last_lines_and_the_others_finish(
@@ -89,6 +90,8 @@ def test_a_run_that_fails_is_shown_with_its_last_lines_and_the_others_finish(
     )
     monkeypatch.setattr(demo, "WORKER", (str(script),))
     monkeypatch.setattr(demo, "STRATEGIES", ("ring",))
+    monkeypatch.setattr(demo, "SERVED", ())
+    monkeypatch.setattr(demo, "UNEVEN", ())
     assert demo.main(epochs=1) == 1
     out, err = capfd.readouterr()
     assert [row[:2] for row in rows_of(out)] == [["auto", "1"]]

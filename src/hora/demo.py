@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("auto", "shared", "shared:update=sharded", "ring", "halving", "tree", "star", "engine")
 SERVED = ("ps", "ps:mode=ssp,staleness=2", "ps:mode=async,sync_every=8", "ps:mode=async")
-UNEVEN = ("ring", "ps", "ps:mode=ssp,staleness=2", "ps:mode=async")  # with a worker that is slower than the others
+UNEVEN = ("ring", "ps:mode=ssp,staleness=2", "ps:mode=async")  # with a worker that is slower than the others
 SLOWNESS = 4
 UNEVEN_EPOCHS = 3
 EPOCHS = 6
@@ -153,10 +153,9 @@ def _print_results(results: list[Result], console: Console) -> None:
     from rich.table import Table
 
     table = Table()
-    table.add_column("strategy", overflow="fold")
+    table.add_column("strategy", no_wrap=True)
     headings = (
-        "workers", "samples\nper s", "final\nloss", "test\naccuracy", "time\nwaiting", "bytes\nper step",
-        "peak memory\nper worker",
+        "workers", "samples\nper s", "final\nloss", "test\naccuracy", "time\nwaiting", "bytes\nper step", "peak\nmemory",
     )  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -177,7 +176,7 @@ def _print_results(results: list[Result], console: Console) -> None:
     engine = f"; {UNKNOWN} the engine does not count" if any(row["strategy"] == "engine" for row in results) else ""
     console.print(
         f"time waiting: share of training spent on communication, or waiting for it\nbytes per step: sent by each "
-        f"worker, on average{engine}\n",
+        f"worker, on average{engine}\npeak memory: of a worker\n",
         style="dim",
     )
 

@@ -2,7 +2,8 @@
 
 Each worker writes a fresh gradient, pushes it, and has the parameters copied out into memory of its own; the server
 applies plain SGD. Contestants stay alive and take turns, the order rotated from round to round, so that what the
-machine does to one it does to all.
+machine does to one it does to all. Large models do not fit into memory side by side: there each is started for its turn
+and ended after it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .table import Row
 from .train import ending_on_signals
 
 SECONDS = 2.5
+RESIDENT_PARAMS = 50_000_000  # up to here all contestants live side by side
 PEERS = tuple(ps_peers.MODES)
 
 Maker = Callable[[int, int, int], Sequence[Contestant]]
@@ -49,7 +51,8 @@ def main(
         theirs, missing = ps_peers.contestants(list(peers), workers, size)
         notes |= dict.fromkeys(missing)
         _say(f"{ps_table.params_text(size)} parameters: starting {len(mine) + len(theirs) + 1} contestants")
-        results, failed = measure([*mine, *theirs, ps_copy.contestant(workers, size)], rounds, seconds)
+        those = [*mine, *theirs, ps_copy.contestant(workers, size)]
+        results, failed = measure(those, rounds, seconds, resident=size <= RESIDENT_PARAMS)
         rows += [ps_table.row_of(those) for those in results.values() if those]
         failures += failed
     title = f"push-pull of float32, {workers} workers, {rounds} rounds of {seconds:g} s"
@@ -66,22 +69,30 @@ def main(
     return codes.SCRIPT_FAILED if failures else codes.OK
 
 
-def measure(those: Sequence[Contestant], rounds: int, seconds: float) -> tuple[dict[str, list[Result]], list[str]]:
-    """Every contestant's results by name, and what is to be said of those that failed. Nobody is left running."""
+def measure(
+    those: Sequence[Contestant], rounds: int, seconds: float, resident: bool = True
+) -> tuple[dict[str, list[Result]], list[str]]:
+    """Every contestant's results by name, and what is to be said of those that failed. Nobody is left running.
+
+    Contestants that are not `resident` are started and ended for each of their turns."""
     results: dict[str, list[Result]] = {one.name: [] for one in those}
     failures: dict[str, str] = {}
     with ending_on_signals(), contextlib.ExitStack() as stack:
         for one in those:
             stack.callback(one.stop)
-            with _noting(one, failures):
-                one.start()
+            if resident:
+                with _noting(one, failures):
+                    one.start()
         for round in range(rounds):
             _say(f"round {round + 1} of {rounds}")
             first = round % len(those)
             for one in (*those[first:], *those[:first]):
                 if one.name not in failures:
                     with _noting(one, failures):
+                        one.start()
                         results[one.name].append(one.measure(seconds))
+                        if not resident:
+                            one.stop()
     return results, list(failures.values())
 
 

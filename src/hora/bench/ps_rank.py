@@ -54,8 +54,9 @@ def main(path: str, params: int, how: str, kind: str) -> None:
     generator = torch.Generator().manual_seed(job.rank)
     parameters = list(model.parameters())
     sources = [[torch.randn(p.shape, generator=generator) for p in parameters] for _ in range(NUM_SOURCES)]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    if how == "step":
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
     sync.enter_loop()
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(path)

@@ -26,6 +26,7 @@ from collections.abc import Callable
 
 SAMPLE_BYTES = 64 << 20
 REPEATS = 3
+SLACK = 0.1  # a tenth of a server is not worth a process
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ def _best(work: Callable[[], object]) -> float:
 
 def default(workers: int, cores: int, costs: Costs) -> tuple[int, str]:
     """The number of servers for so many workers, and why, in one line."""
-    needed = math.ceil(workers * costs.server_ns / costs.worker_ns)
+    needed = max(1, math.ceil(workers * costs.server_ns / costs.worker_ns - SLACK))
     left = max(1, cores - workers)
     count = max(1, min(needed, left))
     why = (

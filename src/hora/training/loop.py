@@ -375,7 +375,7 @@ class Training:
         self._held.pop(id(loader), None)
 
     def absent(self, loader: Shard, portion: Portion) -> None:
-        """Does as rank 0 says until the end of the batch. Where workers do not step together it takes its step alone."""
+        """Does as rank 0 says until the end of the batch; where workers do not step together it steps by itself."""
         assert self.sync is not None
         if not self.sync.lockstep:
             self.sync.begin_batch(self.sync.loop, portion.batch, portion.present)
