@@ -155,7 +155,8 @@ def _print_results(results: list[Result], console: Console) -> None:
     table = Table()
     table.add_column("strategy", no_wrap=True)
     headings = (
-        "workers", "samples\nper s", "final\nloss", "test\naccuracy", "time\nwaiting", "bytes\nper step", "peak\nmemory",
+        "workers", "samples\nper s", "final\nloss", "test\naccuracy", "time\nwaiting", "bytes\nper step",
+        "peak\nmemory",
     )  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="right")

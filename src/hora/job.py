@@ -146,8 +146,15 @@ class Job:
 
         assert isinstance(self.strategy, PS) and self._access is not None
         models, optimizers = several("model", model, torch.nn.Module), several("optimizer", optimizer, Optimizer)
-        with torch.no_grad():
-            serve(self._access, Roster(models, optimizers), self.strategy.rules(), self.strategy.block_bytes)
+        try:
+            with torch.no_grad():
+                serve(self._access, Roster(models, optimizers), self.strategy.rules(), self.strategy.block_bytes)
+        except ValueError:  # of this model and these servers: all find the same, and one says it
+            if self._access.rank == 0:
+                raise
+            time.sleep(LINGER_S)  # until the launcher, which has heard it, ends this one too
+            self._failed = True
+            _exit(ECHO_EXIT)
         raise SystemExit(0)
 
     def shard(
@@ -366,7 +373,7 @@ def _access(identity: Identity, meeting: Meeting, member: Member, timeout_s: flo
         rank=identity.rank,
         size=identity.size,
         num_servers=identity.servers or identity.size,
-        colocated=identity.servers is None and not identity.joined,
+        colocated=identity.servers is None,
         joined=identity.joined,
         bind=identity.bind,
         timeout_s=timeout_s,
@@ -421,7 +428,7 @@ def _report_failures(job: Job) -> None:
             _exit(ECHO_EXIT)
         if not issubclass(kind, KeyboardInterrupt):
             job.fail(f"{kind.__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}".rstrip(": "))
-        if isinstance(error, HoraError):
+        if isinstance(error, HoraError) or (isinstance(error, ValueError) and _is_ours(trace)):
             _show(error, trace)
         else:
             previous(kind, error, trace)
@@ -429,10 +436,18 @@ def _report_failures(job: Job) -> None:
     sys.excepthook = hook
 
 
-def _show(error: HoraError, trace: TracebackType | None) -> None:
+_INSIDE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def _is_ours(trace: TracebackType | None) -> bool:
+    """Whether it was raised inside of Hora: a word to the user, like HoraError."""
+    frames = traceback.extract_tb(trace)
+    return bool(frames) and frames[-1].filename.startswith(_INSIDE)
+
+
+def _show(error: Exception, trace: TracebackType | None) -> None:
     """The traceback as far as it is the user's: where Hora was called, not how it works inside."""
-    inside = os.path.dirname(os.path.abspath(__file__)) + os.sep
-    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(inside)]
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_INSIDE)]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
     print("".join([*lines, *traceback.format_exception_only(error)]), end="", file=sys.stderr, flush=True)
 

@@ -6,7 +6,9 @@ workers, except for the states of the random generators, of which each worker ha
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -36,11 +38,12 @@ def save(training: Training, group: Group, directory: str, strategy: str, keep: 
     generators = group.gather(letters.pack(msgspec.msgpack.encode(_generators())), name="random generators")
     path = problem = ""
     if generators is not None:
+        step = training.step if sync.lockstep else _next_number(directory, training.step)
         try:
             states, tensors = checkpoint.encode(snapshot.states)
             loops, loop_tensors = checkpoint.encode(_loop_state(training))
             record = {
-                "step": training.step,
+                "step": step,
                 "strategy": strategy,
                 "workers": group.size,
                 "epoch": training.next_epoch(),
@@ -56,7 +59,7 @@ def save(training: Training, group: Group, directory: str, strategy: str, keep: 
                 "rng": {f"rank-{rank}": letter for rank, letter in enumerate(generators)},
             }
             infinite = {BUFFER + name for name in training.infinite}
-            path = str(checkpoint.save(directory, training.step, files, record, keep, infinite))
+            path = str(checkpoint.save(directory, step, files, record, keep, infinite))
         except (HoraError, ValueError) as error:
             problem = str(error)
     path, problem = letters.tell(group, [path, problem], "the checkpoint")
@@ -108,6 +111,19 @@ def restore(training: Training, group: Group, directory: str) -> int | None:
         torch.manual_seed(record["step"] * 1_000_003 + group.rank)
     group.barrier("restored")
     return int(record["step"])
+
+
+def _next_number(directory: str, step: int) -> int:
+    """Where workers count their own steps, another may have written before this one, at a higher number."""
+    written = [found.group(1) for name in _names_in(directory) if (found := re.fullmatch(r"step-(\d+)", name))]
+    return max([step, *(int(number) + 1 for number in written if int(number) >= step)])
+
+
+def _names_in(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
 
 
 def _check_model(

@@ -153,6 +153,37 @@ def test_an_epoch_that_all_have_left_is_over_once_they_are_in_the_next() -> None
     assert book.take(0, KEY, cut(9), 2, last=False).kind == "end"
 
 
+def test_a_second_phase_over_the_same_loader_is_lent_in_full() -> None:
+    book = Book()
+    lent = []
+    for phase in range(3):
+        for epoch in range(3):
+            said: list[tuple[int, int, int]] = []
+            key = (epoch, phase)
+            while (grant := book.take(0, key, cut(2), 0, done=said, last=epoch == 2)).kind == "block":
+                said = [(grant.epoch, grant.loop, grant.block)]
+                lent.append((phase, epoch, grant.block))
+            (view,) = book.views()
+            assert (view["epoch"], view["loop"], view["num_done"]) == (epoch, phase, 2)
+    assert lent == [(phase, epoch, number) for phase in range(3) for epoch in range(3) for number in range(2)]
+    assert book.take(0, KEY, cut(2), 1).kind == "end"  # a latecomer, still in the first phase
+
+
+def test_what_the_first_phase_owes_is_done_in_the_second_and_not_the_other_way_round() -> None:
+    book = Book()
+    book.take(0, (5, 0), cut(2), 0, last=False)
+    book.take(0, (5, 0), cut(2), 1, last=False)
+    assert book.take(0, (5, 0), cut(2), 1, done=[(5, 0, 1)], last=False).kind == "end"
+    assert block(book.take(0, (0, 1), cut(2), 1, last=False)) == (0, 0)
+    book.gone(0)
+    assert block(book.take(0, (0, 1), cut(2), 1, done=[(0, 1, 0)], last=False)) == (5, 0)
+    assert block(book.take(0, (0, 1), cut(2), 1, last=False)) == (0, 1)
+    assert book.take(0, (0, 1), cut(2), 2, last=False).kind == "end"  # rank 1 holds the rest, and may die
+    book.gone(1)
+    assert block(book.take(0, (5, 0), cut(2), 2, last=False)) == (5, 0)
+    assert book.take(0, (5, 0), cut(2), 2, done=[(5, 0, 0)], last=False).kind == "end"  # (0, 1) came later
+
+
 def test_no_samples_are_an_epoch_without_blocks() -> None:
     assert Book().take(0, KEY, Cut(0, 5, 0), 0).kind == "end"
 

@@ -294,6 +294,15 @@ def test_two_loops_in_one_epoch_are_two_passes() -> None:
     assert seen(run(2, work)) == sorted(list(range(8)) * 2)
 
 
+def test_two_phases_of_epochs_over_one_loader_see_every_sample_in_each() -> None:
+    def work(worker: Worker) -> None:
+        loader = worker.shard(Numbers(21), shuffle=True)
+        for _ in range(2):
+            worker.train(loader, lambda: time.sleep(0.01 * worker.rank))
+
+    assert seen(run(2, work, num_epochs=3)) == sorted(list(range(21)) * 6)
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_restored_run_does_exactly_the_rest(size: int) -> None:
     states: list[dict[str, Any]] = []

@@ -98,7 +98,7 @@ def test_a_run_whose_own_workers_are_lost_lives_in_those_who_joined(launcher: La
     os.kill(pid_of(launcher, 0), signal.SIGKILL)
     _, err = run.communicate(timeout=20)
     assert run.returncode == codes.OK
-    assert re.match(r"hora: rank 0 \(.*\) was killed by SIGKILL at step 10; the others go on\n", err)
+    assert re.match(r"hora: rank 0 \(.*\) was killed by SIGKILL after step 10; the others go on\n", err)
     out, _ = guest.communicate(timeout=20)
     assert guest.returncode == codes.OK and "[1] heard worker 0 died: killed by SIGKILL" in out
 

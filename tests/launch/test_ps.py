@@ -152,7 +152,7 @@ def test_workers_killed_at_random_steps_cost_no_acknowledged_update_and_no_sampl
     assert process.returncode == 0, err
     for victim in victims:
         (said,) = re.findall(rf"^hora: rank {victim} \(.*\) was killed by SIGKILL(.*); the others go on", err, re.M)
-        step = re.fullmatch(r" at step (\d+)", said)
+        step = re.fullmatch(r" after step (\d+)", said)
         assert step and int(step[1]) <= reached[victim] + 1, said
     assert "hora: the run ended well; lost on the way: rank " in err and len(ends(out)) == 1
     servers = len(list(tmp_path.glob("server-*.jsonl")))

@@ -198,7 +198,7 @@ def test_an_elastic_run_goes_on_without_a_killed_worker_and_says_so_twice(launch
     done = launcher.run("run", "-n", 3, "--name", "x", *chosen, "member.py", "worker2=kill", "strategy:ps:mode=ssp")
     assert done.returncode == codes.OK, done.stderr
     first, last = done.stderr.splitlines()
-    who = r"rank 2 \(host .*, pid \d+\) was killed by SIGKILL at step 12"
+    who = r"rank 2 \(host .*, pid \d+\) was killed by SIGKILL after step 12"
     assert re.fullmatch(rf"hora: {who}; the others go on", first)
     assert re.fullmatch(rf"hora: the run ended well; lost on the way: {who}\.", last)
     for prefix in ["[0]", "[1]", *(["[server 0]"] if chosen else [])]:
@@ -214,7 +214,7 @@ def test_a_failed_worker_of_an_elastic_run_shows_its_traceback_before_the_others
     assert done.returncode == codes.OK
     lines = done.stderr.splitlines()
     assert lines[0] == "[1] Traceback (most recent call last):" and lines[-3] == "[1] ValueError: boom"
-    assert re.fullmatch(r"hora: rank 1 \(.*\) failed with exit code 1 at step 11; the others go on", lines[-2])
+    assert re.fullmatch(r"hora: rank 1 \(.*\) failed with exit code 1 after step 11; the others go on", lines[-2])
     assert "lost on the way: rank 1 " in lines[-1]
     assert "heard worker 1 died: exit code 1: ValueError: boom" in done.stdout
 
@@ -222,14 +222,14 @@ def test_a_failed_worker_of_an_elastic_run_shows_its_traceback_before_the_others
 def test_an_echo_in_an_elastic_run_is_that_workers_failure(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, *PS, "--servers", 1, "member.py", "worker1=echo")
     assert done.returncode == codes.OK
-    assert re.match(r"hora: rank 1 \(.*\) lost a rank that it needed at step 11; the others go on", done.stderr)
+    assert re.match(r"hora: rank 1 \(.*\) lost a rank that it needed after step 11; the others go on", done.stderr)
 
 
 def test_when_the_last_worker_of_an_elastic_run_ends_badly_the_run_has_failed(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, *PS, "--servers", 1, "member.py", "worker0=late", "worker1=kill")
     assert done.returncode == codes.RANK_KILLED
     first, last = done.stderr.splitlines()
-    assert re.fullmatch(r"hora: rank 1 \(.*\) was killed by SIGKILL at step 11; the others go on", first)
+    assert re.fullmatch(r"hora: rank 1 \(.*\) was killed by SIGKILL after step 11; the others go on", first)
     assert re.fullmatch(r"hora: rank 0 \(.*\) killed by SIGKILL; the others were stopped\.", last)
 
 
@@ -245,6 +245,12 @@ def test_a_worker_that_fails_before_the_run_has_formed_ends_it(launcher: Launche
     assert done.returncode == codes.SCRIPT_FAILED
     assert re.search(r"hora: rank 1 \(.*\) failed with exit code 1; the others were stopped\.", done.stderr)
     assert done.stderr.splitlines()[-1] == "  ValueError: before it joined"
+
+
+def test_a_worker_that_is_lost_before_all_have_prepared_ends_the_run(launcher: Launcher) -> None:
+    done = launcher.run("run", "-n", 2, *PS, "--servers", 1, "member.py", "unbound", "worker1=kill", "worker0=stay")
+    assert done.returncode == codes.RANK_KILLED and "go on" not in done.stderr
+    assert re.fullmatch(r"hora: rank 1 \(.*\) killed by SIGKILL; the others were stopped\.", ours(done.stderr)[-1])
 
 
 @pytest.mark.parametrize(("how", "code"), [("kill", codes.RANK_KILLED), ("exit", codes.SCRIPT_FAILED)])

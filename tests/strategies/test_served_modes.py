@@ -219,6 +219,40 @@ def test_every_gradient_is_applied_once_and_every_sample_done_once(strategy: str
         assert {(w, s) for w, s, _ in applied} == done
 
 
+def test_zip_of_two_leased_loaders_of_different_length_ends_for_all() -> None:
+    """Rank 0 waits at b for rank 1's block, rank 1 then at a for rank 0's: each has said first what it has done."""
+    began, waits = threading.Barrier(2), threading.Event()
+
+    def rank(group: Group) -> list[tuple[list[int], list[int]]]:
+        one = trainings.training(group, "ps:mode=async/1")
+        idle = one.idle
+
+        def idle_and_say(waiting: bool) -> None:
+            idle(waiting)
+            if group.rank == 0:
+                waits.set()
+
+        model = net()
+        optimizer = sgd(model)
+        one.prepare(model, optimizer)
+        desk = Desk(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=True, last=one.last_epoch,
+                    idle=idle_and_say, timeout_s=10.0)  # fmt: skip
+        a, b = (one.adopt(shard(data(count), one, desk=desk, batch_size=2)) for count in (6, 4))
+        seen = []
+        for _ in one.epochs(1):
+            for (x, y, numbers), (_, _, others) in zip(a, b, strict=False):
+                seen.append((numbers.tolist(), others.tolist()))
+                began.wait(PATIENCE_S)
+                assert group.rank == 0 or waits.wait(PATIENCE_S)
+                mse(model, x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen
+
+    found = [pair for seen in ranks.run(2, rank) for pair in seen]
+    assert sorted(numbers for numbers, _ in found) == sorted(numbers for _, numbers in found) == [[0, 1], [2, 3]]
+
+
 def test_one_worker_under_async_is_plain_pytorch() -> None:
     def script(one: Any) -> list[torch.Tensor]:
         model = mlp()

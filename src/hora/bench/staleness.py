@@ -2,7 +2,7 @@
 
 One process, the real server (server/state.py), and s + 1 workers that take turns: each pulls, computes, and pushes
 after all others have pushed once. So every gradient has a lag of exactly s, which no run of several processes could
-promise. All runs see the same number of samples: the handwritten digits, a small network, SGD with and without momentum.
+promise. All runs see the same number of samples: handwritten digits, a small network, SGD with and without momentum.
 """
 
 from __future__ import annotations

@@ -112,6 +112,7 @@ class _Ledger:
     def __init__(self, cut: Cut, founder: int, before: Ranges) -> None:
         self.cut = cut
         self.founder = founder
+        self.phase = 0  # see _Loader
         self.leases: dict[int, _Lease] = {}  # the oldest first
         self.inside: set[int] = set()  # workers that take from it
         self.ended = False  # somebody was told that it is over: what comes back is owed to those in later epochs
@@ -199,39 +200,59 @@ class _Ledger:
 
 
 class _Loader:
-    """The ledgers of one loader: those that are open, and which are closed."""
+    """The ledgers of one loader: those that are open, and which are closed.
+
+    What is newer is what was founded later, not what has the larger key: a second `job.epochs` counts from 0 again. So
+    every ledger has a phase, which goes up when a smaller key than the newest is founded:
+
+        founded    (0, 0) (1, 0) (2, 0) | (0, 1) (1, 1) (2, 1)
+        phase         0      0      0   |    1      1      1
+    """
 
     def __init__(self) -> None:
-        self.open: dict[Key, _Ledger] = {}
-        self.closed: dict[int, Ranges] = {}  # by loop: the epochs
+        self.open: dict[Key, _Ledger] = {}  # in the order in which they were founded
+        self.closed: dict[tuple[int, int], Ranges] = {}  # by phase and loop: the epochs
         self.newest: Key | None = None
+        self._phase = 0
+        self._last_at: tuple[int, Key] | None = None
         self.last: dict[str, Any] | None = None  # how the newest of the closed ledgers ended
         self.blocks_done = 0
         self.samples_done = 0
 
     def is_closed(self, key: Key) -> bool:
-        return key[1] in self.closed and key[0] in self.closed[key[1]]
+        return any(loop == key[1] and key[0] in epochs for (_, loop), epochs in self.closed.items())
 
     def found(self, key: Key, ledger: _Ledger) -> None:
+        if self.newest is not None and key < self.newest:
+            self._phase += 1
+        ledger.phase = self._phase
         self.open[key] = ledger
-        self.newest = max(key, self.newest or key)
+        self.newest = key
         self.settle()
+
+    def founded_at(self, key: Key) -> tuple[int, Key]:
+        """Compares as the order in which ledgers, open or closed, were founded."""
+        if key in self.open:
+            return self.open[key].phase, key
+        return next(phase for (phase, loop), epochs in self.closed.items() if loop == key[1] and key[0] in epochs), key
 
     def settle(self) -> None:
         """Closes what is done, and what everybody has left before its end, once they have begun something newer."""
         for key, ledger in list(self.open.items()):
             left = key != self.newest and not ledger.ended and not ledger.inside and not ledger.leases
             if ledger.complete or left:
+                at = self.founded_at(key)
                 del self.open[key]
-                self.closed.setdefault(key[1], Ranges()).add(key[0])
+                self.closed.setdefault((ledger.phase, key[1]), Ranges()).add(key[0])
                 self.blocks_done += ledger.num_done
                 self.samples_done += ledger.samples_done
-                if self.last is None or (self.last["epoch"], self.last["loop"]) <= key:
-                    self.last = ledger.view(key)
+                if self._last_at is None or self._last_at <= at:
+                    self.last, self._last_at = ledger.view(key), at
 
     def reach(self, key: Key) -> list[tuple[Key, _Ledger]]:
         """The ledgers that somebody in the epoch `key` takes from: what older ones owe comes first."""
-        return [(k, self.open[k]) for k in sorted(self.open) if k == key or (k < key and self.open[k].ended)]
+        at = self.founded_at(key)
+        return [(k, each) for k, each in self.open.items() if k == key or (each.ended and self.founded_at(k) < at)]
 
 
 class Book:
@@ -329,7 +350,7 @@ class Book:
             ledger = known.open.get(known.newest)
             view = ledger.view(known.newest) if ledger is not None else known.last
             assert view is not None
-            earlier = [(key, other) for key, other in sorted(known.open.items()) if key != known.newest]
+            earlier = [(key, other) for key, other in known.open.items() if key != known.newest]
             shown.append({**view, "loader": number, "earlier": [other.view(key) for key, other in earlier]})
         return shown
 
@@ -347,7 +368,7 @@ class Book:
                 "num_leased": len(ledger.leases),
                 "samples_done": ledger.samples_done,
             }
-            for key, ledger in sorted(known.open.items())
+            for key, ledger in known.open.items()
         ]
         return {"open": ledgers, "newest": list(known.newest) if known.newest else None, "last": known.last}
 
@@ -404,7 +425,9 @@ class Book:
                 ledger = _Ledger(cut, holder, done[epoch])
                 ledger.ended = True
                 known.found(older, ledger)
-        known.found(key, _Ledger(cut, holder, done.get(key[0], Ranges())))
+        ledger = _Ledger(cut, holder, done.get(key[0], Ranges()))
+        ledger.inside.add(holder)  # before it is looked at: one that nobody is in may be closed
+        known.found(key, ledger)
 
     @staticmethod
     def _take_over(ledgers: list[tuple[Key, _Ledger]], holder: int) -> Grant | None:

@@ -114,7 +114,8 @@ def hora(ctx: click.Context) -> None:
     type=_Servers(),
     metavar="S",
     help="Parameter servers besides the ranks, for strategies that use them, e.g. --servers 2; or --servers colocated, "
-    "inside the ranks' processes. Without it: a number measured on this machine, and one line that explains it.",
+    "inside the ranks' processes. Without it: a number measured on this machine, and one line that explains it; "
+    "where the script itself chooses ps, inside the workers' processes.",
 )
 @click.option(
     "--join",

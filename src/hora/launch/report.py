@@ -51,11 +51,11 @@ def failed(
 
 
 def lost(child: Child, step: str) -> str:
-    """`child` ended badly, at that step if it is known, and the run goes on without it."""
+    """`child` ended badly, after that step, the last it told, if it is known, and the run goes on without it."""
     how = f"failed with {child.how}" if child.returncode is not None and child.returncode > 0 else f"was {child.how}"
     if child.returncode == codes.ECHO_EXIT:
         how = "lost a rank that it needed"
-    return f"{_who(child)} {how}{f' at step {step}' if step else ''}"
+    return f"{_who(child)} {how}{f' after step {step}' if step else ''}"
 
 
 def ended(lost: Sequence[str]) -> Outcome:

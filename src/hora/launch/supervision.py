@@ -4,7 +4,7 @@ One loop waits for everything at once: the ends of processes, their output, room
 next deadline. What it promises:
 
     a rank fails       the others are told why at once, have 1 s to end by themselves, get SIGTERM, at 2 s SIGKILL;
-                       if the strategy is elastic and another worker is left, they are told and the run goes on
+                       if the strategy is elastic, all have prepared and another worker is left, the run goes on
     a server fails     the run ends as above, since its parameters are lost with it
     workers are done   servers end by themselves; 10 s later they get SIGTERM, 2 s after that SIGKILL
     Ctrl-C, SIGTERM    each rank's main process gets the same; 1.5 s later the groups get SIGTERM, at 2.3 s SIGKILL
@@ -273,8 +273,10 @@ class Launch:
             self._blame(child)
 
     def _dispensable(self, child: Child) -> bool:
-        """Whether the run goes on without this one. A run that has not formed never will without it."""
-        if self._holds_parameters(child) or not self._desk.formed:
+        """Whether the run goes on without this one. Until rank 0 has said `bound`, in `prepare`, all are needed, except
+        those who join: nobody waits for them."""
+        bound = self._stage.crew.joins or self._told("bound") != ""
+        if self._holds_parameters(child) or not self._desk.formed or not bound:
             return False
         others = self._running("worker") or self._guests()
         return bool(others) and _elastic(self._config, self._desk)

@@ -9,7 +9,7 @@ from ..coordinator import Control
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Access:
-    """`colocated`: the first `num_servers` workers host a server each, in their own process, and there are no others.
+    """`colocated`: the first `num_servers` workers of the launch host a server each, in their own process.
 
     `joined`: this worker came to a run that was under way. `shared`: whether memory may be shared on one host.
     `history`: a folder into which servers write what they did, for checkers.

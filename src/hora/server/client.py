@@ -84,7 +84,9 @@ class Client:
         check: Check,
         targets: Callable[[Block], torch.Tensor],
         shared: bool = True,
+        colocated: bool = False,
     ) -> None:
+        self._colocated = colocated  # the servers are in the first workers' processes
         self.rank = rank
         self.name = name
         self.layout = layout
@@ -117,6 +119,11 @@ class Client:
                     self._tables.setdefault(parcel.table.index, []).append(parcel)
         self._num_lookups = 0
         control.listen(self._hear)
+        if not colocated:  # one may have ended before we listened
+            there = {member.rank for member in control.roll() if member.role == "server"}
+            for link in self.links:
+                if link.number not in there:
+                    self._ended.setdefault(link.number, f"server {link.number}: it ended before it served")
 
     # -- connecting ----------------------------------------------------------------------------------------------------
 
@@ -205,7 +212,12 @@ class Client:
         raise HoraError(f"server {link.number} sent {num_bytes} bytes behind a {type(message).__name__}")
 
     def _hear(self, event: Event) -> None:
-        if event.member is not None and event.member.role == "server" and event.kind in ("died", "left"):
+        if event.member is None or event.kind not in ("died", "left"):
+            return
+        if event.member.role == "server" or (
+            # One that has left well serves on, until nobody needs it.
+            self._colocated and event.kind == "died" and event.member.rank < len(self.links)
+        ):
             self._ended[event.member.rank] = f"{event.member}: {event.text}"
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -328,6 +340,7 @@ class Client:
         for link in self.links:
             link.outstanding = {parcel.number for parcel in link.part.parcels}
             link.readies.clear()
+            link.held = None
             self._send(link, Pull(-self._num_pulls))
         return self.pull()
 
@@ -335,10 +348,8 @@ class Client:
         waiting = [link for link in self.links if link.outstanding]
         words = []
         for link in waiting:
-            outstanding, link.outstanding = link.outstanding, set()
             with contextlib.suppress(HoraError):
                 words.append(f"server {link.number}, which waits for {self.ask(link.number, 'awaited').decode()}")
-            link.outstanding |= outstanding
         return "; ".join(words) or "the servers"
 
     def _turn(self, timeout_ms: float) -> bool:
@@ -455,11 +466,6 @@ class Client:
         self.check()
         if link.number in self._ended:
             raise PeerLost(f"{self.name}: lost {self._ended[link.number]}", (), echo=True)
-
-    @property
-    def sent_bytes(self) -> int:
-        """What went over the lines, or was written for servers on this host to read."""
-        return sum(line.sent_bytes for link in self.links for line in link.lines)
 
     def close(self) -> None:
         for link in self.links:

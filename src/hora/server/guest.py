@@ -17,6 +17,8 @@ from .rows import ROW_BYTES, checked, from_bytes
 from .shelf import Gradient, views
 from .table import Spec
 
+FETCH_S = 2.0  # a worker offers its memory before it says Hello; the server waits for nobody
+
 
 class Guest:
     """`server` is the number of the server whose `part` of the model this is about.
@@ -47,13 +49,20 @@ class Guest:
             if passing is None:
                 raise HoraError(f"{hello.name} shows memory to a server that cannot map any")
             try:
-                self._memory = Memory(num_blocks, num_bytes, passing.fetch(hello.passing, hello.key))
+                self._memory = Memory(num_blocks, num_bytes, passing.fetch(hello.passing, hello.key, FETCH_S))
                 self._memory.close()
             except (OSError, ValueError) as problem:
                 raise HoraError(f"{hello.name} shows memory that cannot be mapped: {problem}") from None
         else:
             self._memory = Memory(num_blocks, num_bytes)
         self.gradients = list(views(self._memory, self._part, self._dtypes))
+
+    def close(self) -> None:
+        """Gives back what was made for it."""
+        for line in self.lines:
+            line.close()
+        if self._copies is not None:
+            self._copies.close()
 
     def copies(self) -> tuple[list[torch.Tensor], int | None]:
         """Memory, block by block, for what this worker reads; and its descriptor, if the worker can map it."""

@@ -37,8 +37,8 @@ class Line:
     def __init__(self, sock: socket.socket, place: Place) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self.sent_bytes = 0  # of tensors
         self.peer: tuple[str, int] | None = None  # who is at the other end, once it has said so
-        self.sent_bytes = 0
         self._place = place
         self._out: collections.deque[memoryview] = collections.deque()
         self._held: collections.deque[object] = collections.deque()  # what the views in _out look into
@@ -72,7 +72,7 @@ class Line:
         if len(data):
             self._out.append(data)
             self._held.append(payload)
-        self.sent_bytes += len(data)
+            self.sent_bytes += len(data)
         self.flush()
 
     def flush(self) -> None:

@@ -68,6 +68,7 @@ log = logging.getLogger(__name__)
 
 PURPOSE = "parameters"
 TURN_S = 0.5  # how long the loop sleeps at most before it looks around
+MAX_KEPT = 16
 BLOB_BYTES = 64 << 20  # what a worker may leave here, beside
 ELEMENT_BYTES = 64  # for each element of the model: several states of an optimizer, or a buffer
 
@@ -111,7 +112,7 @@ class Loop:
         self._layout = layout
         self._part = layout.parts[station.number]
         self._entries = entries
-        self._most_blob_bytes = BLOB_BYTES + ELEMENT_BYTES * sum(math.prod(entry[1]) for entry in entries)
+        self._most_blob_bytes = BLOB_BYTES + ELEMENT_BYTES * self._num_elements()
         self._dtypes = [p.dtype for p in parameters]
         self._names = names
         memory = self._memory()
@@ -131,6 +132,7 @@ class Loop:
         self._servers: dict[int, Line] = {}
         self._for_servers: list[tuple[int, Message]] = []  # for those that have not called yet
         self._kept: dict[str, bytes] = {}
+        self._under_way: dict[int, tuple[int, int]] = {}  # by step in sync: who began it first, with which optimizer
         self._news: queue.SimpleQueue[socket.socket | Event | int] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._bell, self._ring = socket.socketpair()
@@ -141,6 +143,9 @@ class Loop:
         self.busy_s = 0.0
         self.started = time.monotonic()
         station.control.listen(self._hear)
+        there = {member.rank for member in station.control.roll() if member.role == "worker"}
+        for worker in self._members - there:  # it ended before we listened
+            self.excuse(worker)
         self._passing: Passing | None = None
         with contextlib.suppress(OSError):
             self._passing = Passing(station.token, station.timeout_s) if memory.descriptor is not None else None
@@ -159,6 +164,12 @@ class Loop:
         agreeing = rules.backup or rules.clip_norm is not None or rules.mode == "ssp" or rules.sync_every is not None
         if station.number and agreeing:
             self._call_first()
+
+    def _num_elements(self) -> int:
+        """All that a worker may tell of: the model, and the rows that this server may have of tables."""
+        tables = [parcel.table for parcel in self._part.parcels if parcel.table is not None]
+        rows = sum(table.rows_on(self.station.number) * table.width for table in tables)
+        return rows + sum(math.prod(entry[1]) for entry in self._entries)
 
     def _memory(self) -> Memory:
         try:
@@ -307,7 +318,9 @@ class Loop:
             for line in guest.lines:
                 with contextlib.suppress(KeyError, ValueError):
                     self._selector.unregister(line)
-                line.close()
+            if self._passing is not None:
+                self._passing.withdraw(f"copies-{worker}")
+            guest.close()
         self._post(self.server.leave(worker))
 
     # -- messages ------------------------------------------------------------------------------------------------------
@@ -326,13 +339,21 @@ class Loop:
         if guest is None:
             return  # it is gone, and this came before that was known
         if isinstance(message, Push):
-            self._post(self.server.handle(number, message, guest.gradients_of(message)))
+            gradients = guest.gradients_of(message)
+            versions = self.server.shelf.versions(self._part.parcels[message.parcel])
+            if any(base > version for base, version in zip(message.base, versions, strict=True)):
+                raise HoraError(f"rank {number} pushes a gradient for versions {message.base} that were never written")
+            self._post(self.server.handle(number, message, gradients))
         elif isinstance(message, Lookup):
             line.send(*self._look_up(message))
         elif isinstance(message, Begin | Got | Drop | Enter | Rest):
+            if isinstance(message, Begin):
+                self._check_begin(number, message)
             self._post(self.server.handle(number, message))
         elif isinstance(message, Pull):
             self._post(self.server.refresh(number, message.number))
+        elif isinstance(message, Fill | Load) and number:
+            raise HoraError(f"rank {number} sent a {type(message).__name__}, which is rank 0's to send")
         elif isinstance(message, Fill):
             values = guest.parameters_of(message)
             self.server.shelf.fill(self._part.parcels[message.parcel], values)
@@ -341,6 +362,8 @@ class Loop:
             self._load(number, bytes(guest.blob))
             line.send(Done())
         elif isinstance(message, Keep):
+            if message.what not in self._kept and len(self._kept) >= MAX_KEPT:
+                raise HoraError(f"rank {number} leaves more than {MAX_KEPT} things here")
             self._kept[message.what] = bytes(guest.blob)
             line.send(Done())
         elif isinstance(message, Ask):
@@ -349,6 +372,29 @@ class Loop:
             self._part_with(number)
         else:
             raise HoraError(f"rank {number} sent a {type(message).__name__}, which is not a worker's to send")
+
+    def _check_begin(self, worker: int, begin: Begin) -> None:
+        """HoraError for what would end the server, or spoil the parameters."""
+        numbers = (begin.weight, begin.total, begin.scale)
+        optimizers = self.server.shelf.optimizers
+        if not all(map(math.isfinite, numbers)) or not 0 <= begin.optimizer < len(optimizers):
+            raise HoraError(f"rank {worker} begins a step of optimizer {begin.optimizer} with {numbers}")
+        if begin.hyper is not None and [len(groups) for groups in begin.hyper] != [
+            len(optimizer.param_groups) for optimizer in optimizers
+        ]:
+            raise HoraError(f"rank {worker} tells hyper-parameters of other groups than the optimizers have")
+        if self.server.rules.mode != "sync" or self.server.rules.backup:
+            return
+        self._under_way = {step: first for step, first in self._under_way.items() if step >= self.server.now}
+        first, optimizer = self._under_way.setdefault(begin.step, (worker, begin.optimizer))
+        if optimizer != begin.optimizer:
+            reason = (
+                f"rank {worker} steps optimizer {begin.optimizer} where rank {first} steps optimizer {optimizer}: "
+                "every worker must step the same optimizers in the same order"
+            )
+            for guest in self._guests.values():
+                guest.lines[0].send(Trouble(reason))
+            raise HoraError(reason)
 
     def _load(self, worker: int, blob: bytes) -> None:
         try:
@@ -462,7 +508,8 @@ class Loop:
                 if line is None:
                     self._for_servers.append((number, message))
                 else:
-                    line.send(message)
+                    with contextlib.suppress(Closed):  # its end is met where it is read
+                        line.send(message)
                     self._watch(line)
                 continue
             guest = self._guests.get(number)

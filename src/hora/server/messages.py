@@ -228,7 +228,6 @@ class Meet(Message, tag="meet"):
 
 FromWorker = Begin | Push | Lookup | Pull | Got | Drop | Enter | Rest | Fill | Load | Ask | Keep | Bye
 FromServer = Chosen | Norm | Entered | Meet
-Answer = Ready | Rows | Done | Blob | Trouble | Chosen | Norm
 Any_ = (
     Hello | Extra | Hail | Begin | Push | Lookup | Pull | Got | Drop | Enter | Rest | Fill | Load | Ask | Keep | Bye
     | Welcome | Refused | Ready | Rows | Done | Blob | Trouble | Chosen | Norm

@@ -6,6 +6,7 @@ so hyper-parameters per group, skipped gradients and step counts per parameter a
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from .layout import Block, Parcel, Part
 from .memory import Memory
 from .rows import add_up, stays_in_rows
 from .table import Table
+
+LENGTH = struct.Struct("<Q")
 
 Gradient = torch.Tensor | None
 
@@ -217,13 +220,15 @@ def pack(states: list[dict[str, Any]]) -> bytes:
         place = tensor.untyped_storage().data_ptr()
         apart[name] = tensor.clone() if place in known else tensor
         known.add(place)
-    data = safetensors.torch.save(apart)
-    return msgspec.msgpack.encode([plain, data])
+    words = msgspec.msgpack.encode(plain)
+    return b"".join((LENGTH.pack(len(words)), words, safetensors.torch.save(apart)))  # of any length, unlike msgpack's
 
 
 def unpack(blob: bytes) -> list[dict[str, Any]]:
-    plain, data = msgspec.msgpack.decode(blob)
-    states: list[dict[str, Any]] = checkpoint.decode(plain, checkpoint.parse(data, "optimizer state"))
+    (length,) = LENGTH.unpack_from(blob)
+    end = LENGTH.size + length
+    tensors = checkpoint.parse(blob[end:], "optimizer state")
+    states: list[dict[str, Any]] = checkpoint.decode(msgspec.msgpack.decode(blob[LENGTH.size : end]), tensors)
     return states
 
 

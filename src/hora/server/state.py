@@ -46,7 +46,7 @@ class Rules:
     sync_every: int | None = None
     backup: int = 0
     correct: str = "none"
-    dc_lambda: float = 0.04
+    dc_lambda: float = 20.0
     clip_norm: float | None = None
 
 

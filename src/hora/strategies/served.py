@@ -41,6 +41,7 @@ from .watching import Watching
 
 log = logging.getLogger(__name__)
 
+STANDING = "standing"  # under which rank 0's share of what no server has is kept
 CATCH_UPS = 20  # how often a worker that was left behind reads again until all servers are at one step
 
 
@@ -97,9 +98,9 @@ class Served(Watching, Sync):
         if self.lockstep and group.size > 1:
             kind = group.transport.kind
             self.group = group.new_group(range(group.size), "auto" if kind == "shm" else kind)
-        if access.colocated and access.rank < access.num_servers:
-            self._colocated = Colocated(access, self.roster, self.strategy.rules(), self.strategy.block_bytes)
+        if access.colocated and not access.joined and access.rank < access.num_servers:
             access.control.put(f"parameters/{access.rank}", b"here")  # the run cannot go on without this process
+            self._colocated = Colocated(access, self.roster, self.strategy.rules(), self.strategy.block_bytes)
         self._client = Client(
             rank=access.rank,
             name=access.name,
@@ -111,13 +112,19 @@ class Served(Watching, Sync):
             check=self._check,
             targets=self._flats.target,
             shared=access.shared,
+            colocated=access.colocated,
         )
         self._archive = Archive(self.roster, self._client)
         self._client.connect(self.roster.entries())
         if access.rank == 0:
             self._client.fill(self._flats.values)
-        if not access.joined:
+            self._keep_standing()
+        if access.joined:
+            self._take_standing(self._client.ask(0, STANDING))
+        else:
             group.barrier("the servers have rank 0's parameters")
+        if access.rank == 0:
+            access.control.put("bound", b"yes")  # from now on the run can do without a worker
         self._refresh()
         self._buffer_versions = self.roster.signature()
         self._backward.hook()
@@ -355,7 +362,9 @@ class Served(Watching, Sync):
         if self.strategy.backup:
             if any(ready.dropped for ready in readies) and not self._absent:
                 self.num_dropped += 1
-                log.info("%s came late to step %d: its gradient was dropped", self.access.name, self._step - 1)
+                if self.num_dropped & (self.num_dropped - 1) == 0:  # the first, the second, the fourth, …
+                    log.warning("%s came late to step %d: its gradient was dropped, the %s",
+                                self.access.name, self._step - 1, _nth(self.num_dropped))  # fmt: skip
             readies = self._catch_up(readies)
         self._verdict.stop = any(ready.stop for ready in readies)
         if any(ready.buffers for ready in readies) and self.group is not None:
@@ -418,20 +427,40 @@ class Served(Watching, Sync):
         self._share_buffers()
 
     def _share_buffers(self) -> None:
-        """Rank 0's are kept by server 0, for whoever leaves a loop after it."""
-        self.roster.refresh_buffers()
-        buffers = {name: buffer for name, buffer in self.roster.buffers.items() if buffer.numel()}
-        if not buffers:
-            return
+        """Rank 0's are kept by server 0 for whoever leaves the same loop after it; who leaves before has its own."""
         if self.access.rank == 0:
-            self._client.keep(0, "buffers", pack([{name: b.detach().cpu() for name, b in buffers.items()}]))
+            self._keep_standing()
+        else:
+            self._take_standing(self._client.ask(0, STANDING), self.loop)
+
+    def _standing(self) -> dict[str, torch.Tensor]:
+        """What no server has: buffers, and parameters that no optimizer has."""
+        self.roster.refresh_buffers()
+        named = zip(self.roster.names, self.roster.parameters, strict=True)
+        idle = {name: p.detach() for index, (name, p) in enumerate(named) if index not in self._client.layout.served}
+        return {name: tensor for name, tensor in {**idle, **self.roster.buffers}.items() if tensor.numel()}
+
+    def _keep_standing(self) -> None:
+        standing = {name: tensor.detach().cpu() for name, tensor in self._standing().items()}
+        self._client.keep(0, STANDING, pack([{"loop": self.loop, **standing}]))
+
+    def _take_standing(self, blob: bytes, loop: int = 0) -> None:
+        """Rank 0's, unless they are from before this loop."""
+        if not blob:
             return
-        blob = self._client.ask(0, "buffers")
-        if blob:
-            with torch.no_grad():
-                for name, value in unpack(blob)[0].items():
-                    if name in buffers:
-                        buffers[name].copy_(value)
+        theirs, mine = unpack(blob)[0], self._standing()
+        if theirs.pop("loop") < loop:
+            return
+        with torch.no_grad():
+            for name, value in theirs.items():
+                if name in mine:
+                    mine[name].copy_(value)
+
+    def post(self, what: str, words: bytes) -> None:
+        self._client.keep(0, what, words)
+
+    def read(self, what: str) -> bytes:
+        return self._client.ask(0, what)
 
     def _refresh(self) -> None:
         readies = self._client.refresh()
@@ -489,6 +518,11 @@ class Served(Watching, Sync):
         self.home.barrier("before the servers' parameters are restored")
         if self.home.rank == 0:
             self._client.fill(self._flats.values)
+            self._keep_standing()
         self.home.barrier("the servers' parameters are restored")
         self._refresh()
         self._buffer_versions = self.roster.signature()
+
+
+def _nth(number: int) -> str:
+    return {1: "first", 2: "second"}.get(number, f"{number}th")

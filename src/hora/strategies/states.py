@@ -53,7 +53,7 @@ def put(whole: dict[str, Any], part: dict[str, Any], parameter: torch.Tensor, st
             whole.setdefault(key, value)
             continue
         if key not in whole:
-            whole[key] = torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False)
+            whole[key] = torch.zeros_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False)
         flatten(whole[key])[start:stop] = value.reshape(-1)
 
 

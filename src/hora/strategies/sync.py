@@ -140,6 +140,13 @@ class Sync(abc.ABC):
     def leave_loop(self) -> None:
         """It has left its loop. May block, to wait for what is still on its way."""
 
+    def post(self, what: str, words: bytes) -> None:
+        """Leaves words where a worker that joins later finds them; where nobody joins: nowhere."""
+
+    def read(self, what: str) -> bytes:
+        """What was posted under this name; nothing if nothing was."""
+        return b""
+
     def notes(self) -> dict[str, float]:
         """What `job.log` shows of the synchronisation since it was asked last."""
         return {}

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from .. import letters, memory
@@ -34,7 +35,7 @@ from .orders import Orders, is_enabled
 
 log = logging.getLogger(__name__)
 
-NOTE_S = 0.2
+NOTE_S = 0.05
 REASON_S = 1.0  # how long the reason of a stop may take to arrive
 
 Optimizer = torch.optim.Optimizer
@@ -125,6 +126,7 @@ class Training:
         sync.bind(self._group)
         self.sync = sync
         self._orders = Orders(sync, self.models, self.optimizers, self.schedulers, scaler)
+        self._share_standing()
         self.infinite = {name for name, buffer in roster.buffers.items() if not bool(torch.isfinite(buffer).all())}
         watched = self.size > 1 or self._strategy.uses_servers
         if watched and is_enabled(scaler):
@@ -137,6 +139,16 @@ class Training:
         for each_optimizer in self.optimizers:
             self._handles.append(each_optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(each_optimizer.register_step_post_hook(self._after_step))
+
+    def _share_standing(self) -> None:
+        """Where others may join, rank 0 leaves its hyper-parameters and schedulers for them; who joins takes them."""
+        assert self.sync is not None
+        if self.access is None or not self._strategy.elastic:
+            return
+        if self.rank == 0:
+            self.sync.post("orders", msgspec.msgpack.encode(self._leading.end()))
+        elif self.access.joined and (words := self.sync.read("orders")):
+            self._leading.stand_as(msgspec.msgpack.decode(words))
 
     @staticmethod
     def _heed(scaler: Any, sync: Sync) -> None:
@@ -299,7 +311,13 @@ class Training:
         self._first_epoch = epoch
 
     def idle(self, waiting: bool) -> None:
-        """This worker waits for samples that others may give back, or has them: meanwhile nobody counts on it."""
+        """This worker waits for samples that others may give back, or has them: meanwhile nobody counts on it.
+
+        What it has done is said first, of all loaders: in zip(a, b) another may wait at b for a block that was done
+        here, while this worker waits at a for one of its."""
+        if waiting:
+            for shard in self.shards:
+                shard.settle()
         if self.sync is not None and self._loops:
             if waiting:
                 self.sync.leave_loop()
@@ -408,6 +426,8 @@ class Training:
             assert self.sync is not None
             self.sync.leave_loop()
             self._jump()
+            if self.rank == 0:
+                self._share_standing()
         if loop is not None and self._together:
             alone = held is not None and not held.followed
             if not finished and not self._stopping:

@@ -71,11 +71,12 @@ class Orders:
             optimizer.zero_grad()
         else:
             if order["kind"] == "end":
-                self._stand_as(order)
+                self.stand_as(order)
             return False
         return True
 
-    def _stand_as(self, order: dict[str, Any]) -> None:
+    def stand_as(self, order: dict[str, Any]) -> None:
+        """Hyper-parameters, schedulers, scaler and modes become what rank 0's were at the end of a batch."""
         hyper.adopt(self._optimizers, order["groups"])
         for scheduler, (plain, tensors) in zip(self._schedulers, order["schedulers"], strict=True):
             named = {name: torch.tensor(values) for name, values in tensors.items()}

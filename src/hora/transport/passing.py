@@ -19,6 +19,7 @@ from ..errors import HoraError
 
 PURPOSE = "descriptors"
 GRANTED, REFUSED = b"G", b"R"
+REACH_S = 30.0
 
 
 class Passing:
@@ -60,7 +61,7 @@ class Passing:
 
         ConnectionError if that rank is not on this host, HoraError with the reason if it refuses.
         """
-        with self.reach(address) as sock:
+        with self.reach(address, timeout_s or REACH_S) as sock:
             sock.settimeout(self._timeout_s if timeout_s is None else timeout_s)
             name = key.encode()
             sock.sendall(bytes([len(name)]) + name)
@@ -70,7 +71,7 @@ class Passing:
                 return descriptors[0]
             raise HoraError(answer[1:].decode(errors="replace") or "the other rank closed its window")
 
-    def reach(self, address: str, timeout_s: float = 30.0, purpose: str = PURPOSE) -> socket.socket:
+    def reach(self, address: str, timeout_s: float = REACH_S, purpose: str = PURPOSE) -> socket.socket:
         """A connection to whoever listens at `address`, both ends proved; ConnectionError if it is not on this host."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

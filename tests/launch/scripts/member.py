@@ -9,7 +9,7 @@ greet, host, lends        works until another worker has joined; and has gone ag
 mourn                     works until a worker has died
 deaf                      a server that does not end with its workers
 
-The word `holds`: every worker says that it holds parameters.
+The word `holds`: every worker says that it holds parameters; `unbound`: rank 0 does not say that all have prepared.
 Without an order a worker ends well half a second after the run has formed, and a server with the last worker.
 """
 
@@ -67,6 +67,8 @@ if me.role == "worker" and me.rank == 0:
     for word in sys.argv[1:]:
         if word.startswith("strategy:"):
             control.put("strategy", word.partition(":")[2].encode())
+    if "unbound" not in sys.argv:
+        control.put("bound", b"yes")
 if me.role == "worker":
     control.put(f"step/{me.rank}", str(10 + me.rank).encode())
     if "holds" in sys.argv:
