@@ -495,3 +495,28 @@ def test_a_nan_is_named_not_applied_and_only_that_workers(strategy: str) -> None
     skipped = ranks.run(2, lambda group: rank(group, "skip"))
     assert [(said, step) for said, step, _ in skipped] == [("", 6), ("", 5)]
     assert all(bool(torch.isfinite(vector).all()) for _, _, vector in [*raised, *skipped])
+
+
+def test_a_prefetched_gradient_is_one_update_late_at_most_also_after_a_loop_has_ended() -> None:
+    """Between loops all is read: the first gradient of the next one is based on that."""
+
+    def work(group: Any) -> dict[str, int]:
+        one = trainings.training(group, "ps:mode=async,prefetch=true")
+        trainings.fit(one, "sgd", steps=20, count=60, global_batch=12)  # epochs of five batches
+        return json.loads(one.sync.stats()[0])["lags"]  # type: ignore[union-attr]
+
+    lags = trainings.ranks.run(1, work)[0]
+    assert max(map(int, lags)) == 1 and lags["0"] > 1
+
+
+def test_workers_that_step_different_optimizers_are_both_named() -> None:
+    def script(one: Any) -> None:
+        model = mlp(20)
+        halves = list(model.parameters())
+        optimizers = [torch.optim.SGD(halves[:2], lr=0.1), torch.optim.SGD(halves[2:], lr=0.1)]
+        one.prepare(model, optimizers)
+        loss_of(model, batch(0)).backward()
+        optimizers[one.rank].step()
+
+    for said in fail(script, "ps/1"):
+        assert "rank 0" in said and "rank 1" in said and "optimizer" in said

@@ -451,6 +451,11 @@ class Client:
 
     def _lost(self, link: Link, problem: object) -> HoraError:
         """The line to a server is gone: the cause, if it is told within a moment, else what was seen here."""
+        for line in link.lines:
+            with contextlib.suppress(Closed):
+                for message in line.receive():  # its last word may still be there
+                    if isinstance(message, Trouble):
+                        return HoraError(message.reason)
         deadline = time.monotonic() + CAUSE_S
         while time.monotonic() < deadline:
             self.check()
