@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from .errors import HoraError, Mismatch, PeerLost, Timeout, Unauthorized
     from .helpers import EarlyStopping, clip_grad_norm_, scale_lr
     from .job import Job, init
+    from .server.embedding import ServerEmbedding
     from .strategies import PS, Auto, Engine, Halving, Ring, Shared, Star, Tree
-    from .tables import ServerEmbedding
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ _HOMES = {
     "job": ("Job", "init"),
     "collectives": ("Group",),
     "data": ("Shard",),
-    "tables": ("ServerEmbedding",),
+    "server.embedding": ("ServerEmbedding",),
     "helpers": ("EarlyStopping", "clip_grad_norm_", "scale_lr"),
     "calls": (
         "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",

@@ -56,7 +56,7 @@ class Launcher:
 
     def run(self, *arguments: object, cwd: Path = SCRIPTS, **env: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, cwd=cwd, **env)
-        out, err = process.communicate(timeout=40)
+        out, err = process.communicate(timeout=120)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def alive(self) -> list[int]:

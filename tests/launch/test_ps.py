@@ -18,6 +18,8 @@ import pytest
 from conftest import SCRIPTS, Launcher, read_until
 from hora.launch import codes
 
+pytestmark = pytest.mark.timeout(240)  # several processes import torch on whatever cores there are
+
 ASYNC = ("--strategy", "ps:mode=async")
 
 
@@ -69,7 +71,7 @@ def test_workers_and_servers_in_any_ratio_train_and_end_with_the_same_parameters
 def test_a_script_alone_is_its_own_server(launcher: Launcher) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPTS / "ps_train.py", "--strategy", "ps:mode=async"],
-        env=launcher.env, capture_output=True, text=True, timeout=40,
+        env=launcher.env, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert ends(done.stdout)[0][:2] == (60, 120)
@@ -148,7 +150,7 @@ def test_workers_killed_at_random_steps_cost_no_acknowledged_update_and_no_sampl
         time.sleep(dice.random() * 0.012)
         os.kill(told.pid(victim), signal.SIGKILL)  # type: ignore[arg-type]
         reached[victim] = len(told.steps(victim))
-    out, err = process.communicate(timeout=40)
+    out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
     for victim in victims:
         (said,) = re.findall(rf"^hora: rank {victim} \(.*\) was killed by SIGKILL(.*); the others go on", err, re.M)
@@ -192,7 +194,7 @@ def test_a_killed_server_ends_the_run_and_is_named(launcher: Launcher, tmp_path:
     read_until(process, "[0] step 5", "[1] step 5")
     os.kill(_pid_of(launcher, "server", 1), signal.SIGKILL)
     started_at = time.monotonic()
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == codes.RANK_KILLED and time.monotonic() - started_at < 5.0
     assert re.fullmatch(
         r"hora: server 1 \(host .*, pid \d+\) killed by SIGKILL, and its parameters are lost with it; the others were "
@@ -207,7 +209,7 @@ def test_ctrl_c_ends_workers_and_servers_within_three_seconds(launcher: Launcher
     read_until(process, "[0] step 5", "[1] step 5")
     process.send_signal(signal.SIGINT)
     started_at = time.monotonic()
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == codes.INTERRUPTED and time.monotonic() - started_at < 3.0
     assert "Traceback" not in err and "KILL" not in err, err
 
@@ -238,7 +240,7 @@ def test_a_worker_joins_a_run_takes_its_part_and_both_end_well(
     guest = launcher.run("run", "--join", "x", *arguments, "--epochs", 3)
     shown = launcher.run("show", "x", "--data") if run.poll() is None else None
     assert guest.returncode == 0, guest.stderr
-    out, err = run.communicate(timeout=40)
+    out, err = run.communicate(timeout=150)
     assert run.returncode == 0, err
     assert shown is None or "samples done" in shown.stdout
     found, joined = ends(out), ends(guest.stdout)
@@ -255,7 +257,7 @@ def test_a_sync_run_cannot_be_joined(launcher: Launcher) -> None:
     assert guest.returncode == codes.USAGE and guest.stderr.count("\n") == 1
     assert "run 'x' cannot be joined: its strategy is ps, and workers may join under ps:mode=async" in guest.stderr
     run.send_signal(signal.SIGINT)
-    run.communicate(timeout=20)
+    run.communicate(timeout=60)
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -335,7 +337,7 @@ def test_both_views_of_the_ledger_are_shown_while_the_run_lives_and_afterwards(l
                          "--pause", 0.03, "--epochs", 1, "--samples", 300)  # fmt: skip
     read_until(run, "[0] step 4", "[1] step 4")
     live = launcher.run("show", "x", "--data")
-    out, err = run.communicate(timeout=40)
+    out, err = run.communicate(timeout=150)
     assert run.returncode == 0, err
     assert re.search(r"all workers: \d+ of 150 batches done, [12] leased, \d+ pending; \d+ of 300 samples done", out) \
         or "150 of 150 batches done" in out  # fmt: skip

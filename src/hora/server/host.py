@@ -13,8 +13,8 @@ import torch
 from ..errors import HoraError
 from ..lanes import is_dense
 from ..roster import Roster
-from ..tables import tables_of
 from .access import Access
+from .embedding import tables_of
 from .layout import Layout, cut
 from .loop import Loop, Station
 from .state import Rules

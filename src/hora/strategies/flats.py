@@ -9,10 +9,10 @@ import torch
 from ..errors import HoraError
 from ..lanes import flatten, is_dense, laid
 from ..roster import Roster
+from ..server.embedding import ServerEmbedding
 from ..server.host import sparse_ones
 from ..server.layout import Block
 from ..server.rows import takes_rows
-from ..tables import ServerEmbedding
 
 
 class Flats:

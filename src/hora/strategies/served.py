@@ -26,11 +26,11 @@ from ..collectives.base import Group
 from ..errors import HoraError
 from ..roster import Roster
 from ..server.client import Client
+from ..server.embedding import tables_of
 from ..server.host import Colocated, layout_of
 from ..server.layout import Block
 from ..server.messages import Begin, Ready
 from ..server.shelf import pack, unpack
-from ..tables import tables_of
 from . import nonfinite, states
 from .archive import Archive
 from .flats import Flats

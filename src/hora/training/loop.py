@@ -26,9 +26,9 @@ from ..data import Portion, Shard
 from ..errors import HoraError
 from ..roster import Roster
 from ..server.access import Access
+from ..server.embedding import tables_of
 from ..strategies import Strategy
 from ..strategies.sync import Halt, Sync
-from ..tables import tables_of
 from .farewell import Farewell
 from .hooks import Hook
 from .orders import Orders, is_enabled

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .errors import HoraError
-from .server.table import INITS, Spec
+from ..errors import HoraError
+from .table import INITS, Spec
 
 LookUp = Callable[[torch.Tensor], torch.Tensor]
 
