@@ -12,6 +12,7 @@ from hora.progress import Progress
 class Stand:
     """The little of a training that a line is made of."""
 
+    sync = None
     step = 0
     num_samples = 0
     current_epoch: int | None = 0
