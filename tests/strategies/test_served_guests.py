@@ -21,8 +21,8 @@ from hora.collectives import Group
 from hora.coordinator.client import dial
 from hora.data import Desk, shard
 from hora.server import messages
-from hora.server.line import HEADER, Line
 from hora.server.loop import PURPOSE
+from hora.transport.line import HEADER, Line
 from test_saving import Saver, on, trained
 from workers import CLOSE, data, mse, net, state
 
@@ -117,7 +117,9 @@ def raw(address: tuple[str, int], *words: bytes, stay_s: float = 0.0) -> None:
 
 
 def line_to(address: tuple[str, int], token: bytes = ranks.TOKEN) -> Line:
-    return Line(dial(address, token, PURPOSE), lambda *_: memoryview(bytearray(1 << 20)))
+    return Line(
+        dial(address, token, PURPOSE), lambda *_: memoryview(bytearray(1 << 20)), messages.encode, messages.decode
+    )
 
 
 def hears(line: Line) -> list[messages.Message]:

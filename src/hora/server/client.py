@@ -22,10 +22,11 @@ from ..coordinator import Control, Event
 from ..coordinator.client import dial
 from ..errors import HoraError, Mismatch, OutOfMemory, PeerLost, Timeout
 from ..transport.base import SLICE_S, SLOW_S
+from ..transport.line import Closed, Line
 from ..transport.passing import Passing
 from ..transport.tcp import memory_of, tune
+from . import messages
 from .layout import Block, Layout, Parcel
-from .line import Closed, Line
 from .link import Link
 from .loop import PURPOSE, near_address
 from .memory import Memory
@@ -188,7 +189,7 @@ class Client:
         else:
             sock = dial(address, self._token, PURPOSE, check=self.check)
             tune(sock)
-        line = Line(sock, self._place)
+        line = Line(sock, self._place, messages.encode, messages.decode)
         line.peer = ("server", link.number)
         link.lines.append(line)
         self._by_descriptor[line.fileno()] = (link, line)

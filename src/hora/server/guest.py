@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import HoraError
+from ..transport.line import Line
 from ..transport.passing import Passing
 from ..transport.tcp import memory_of
 from .layout import Part
-from .line import Line
 from .memory import Memory
 from .messages import Fill, Hello, Keep, Load, Message, Push, Ready
 from .rows import ROW_BYTES, checked, from_bytes

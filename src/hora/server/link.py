@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..transport.line import Line
 from .layout import Block, Parcel, Part
-from .line import Line
 from .memory import Memory
 from .messages import Message, Ready
 from .rows import from_bytes

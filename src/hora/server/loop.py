@@ -24,11 +24,12 @@ from .. import handshake
 from ..coordinator import Control, Event
 from ..coordinator.client import dial
 from ..errors import HoraError, OutOfMemory
+from ..transport.line import Closed, Line
 from ..transport.passing import Passing
 from ..transport.tcp import tune
+from . import messages
 from .guest import Guest
 from .layout import Layout
-from .line import Closed, Line
 from .memory import Memory
 from .messages import (
     Ask,
@@ -184,7 +185,7 @@ class Loop:
         host, port, _ = self.station.control.get("ps/0", self.station.timeout_s).decode().split()
         sock = dial((host, int(port)), self.station.token, PURPOSE)
         tune(sock)
-        line = Line(sock, self._place)
+        line = Line(sock, self._place, messages.encode, messages.decode)
         line.peer = ("server", 0)
         line.send(Hail(self.station.number))
         self._servers[0] = line
@@ -263,7 +264,7 @@ class Loop:
         while not self._news.empty():
             news = self._news.get_nowait()
             if isinstance(news, socket.socket):
-                line = Line(news, self._place)
+                line = Line(news, self._place, messages.encode, messages.decode)
                 self._selector.register(line, selectors.EVENT_READ, line)
                 self._attend(line, selectors.EVENT_READ)
             elif isinstance(news, int):

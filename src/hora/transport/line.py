@@ -13,17 +13,17 @@ import collections
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from ..errors import HoraError
-from ..transport.tcp import memory_of
-from . import messages
-from .messages import Message
+from .tcp import memory_of
 
 HEADER = struct.Struct("<IQ")
 MAX_MESSAGE_BYTES = 64 << 20  # the description of a model of 100,000 parameters has a tenth of that
 
+Message = Any  # whatever the two ends speak: a typed struct each
 Place = Callable[["Line", Message, int], memoryview]
 
 
@@ -32,14 +32,22 @@ class Closed(HoraError):
 
 
 class Line:
-    """One end of a connection that has been authenticated. One thread uses it."""
+    """One end of a connection that has been authenticated; one thread uses it. `encode`, `decode` know its messages."""
 
-    def __init__(self, sock: socket.socket, place: Place) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        place: Place,
+        encode: Callable[[Message], bytes],
+        decode: Callable[[bytearray], Message],
+    ) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.sent_bytes = 0  # of tensors
         self.peer: tuple[str, int] | None = None  # who is at the other end, once it has said so
         self._place = place
+        self._encode = encode
+        self._decode = decode
         self._out: collections.deque[memoryview] = collections.deque()
         self._held: collections.deque[object] = collections.deque()  # what the views in _out look into
         self._header = bytearray(HEADER.size)
@@ -62,7 +70,7 @@ class Line:
     def send(self, message: Message, payload: torch.Tensor | bytes | None = None) -> None:
         """Queues the message and writes what the socket takes. The payload must not change until it is `pending` no
         more."""
-        body = messages.encode(message)
+        body = self._encode(message)
         data = memoryview(b"")
         if isinstance(payload, torch.Tensor):
             data = memory_of(payload)
@@ -121,7 +129,7 @@ class Line:
             self._body = bytearray(length)
             self._aim(memoryview(self._body))
             return None
-        self._message = messages.decode(self._body)
+        self._message = self._decode(self._body)
         if not self._num_payload:
             return self._finish()
         self._aim(self._place(self, self._message, self._num_payload))
