@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .helpers import EarlyStopping, clip_grad_norm_, scale_lr
     from .job import Job, init
     from .server.embedding import ServerEmbedding
-    from .strategies import PS, Auto, Engine, Halving, Ring, Shared, Star, Tree
+    from .strategies import PS, Auto, DiLoCo, Engine, Halving, LocalSGD, Ring, Shared, Star, Tree
 
 __version__ = "0.1.0"
 
@@ -44,19 +44,21 @@ _HOMES = {
         "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send",
     ),
     "errors": ("HoraError", "Mismatch", "PeerLost", "Timeout", "Unauthorized"),
-    "strategies": ("PS", "Auto", "Engine", "Halving", "Ring", "Shared", "Star", "Tree"),
+    "strategies": ("PS", "Auto", "DiLoCo", "Engine", "Halving", "LocalSGD", "Ring", "Shared", "Star", "Tree"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "PS",
     "Auto",
+    "DiLoCo",
     "EarlyStopping",
     "Engine",
     "Group",
     "Halving",
     "HoraError",
     "Job",
+    "LocalSGD",
     "Mismatch",
     "PeerLost",
     "Ring",

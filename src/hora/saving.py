@@ -45,16 +45,19 @@ def save(training: Training, group: Group, directory: str, strategy: str, keep: 
             record = {
                 "step": step,
                 "strategy": strategy,
+                "extra": bool(snapshot.extra),
                 "workers": group.size,
                 "epoch": training.next_epoch(),
                 "optimizers": states,
                 "groups": [_groups(optimizer) for optimizer in training.optimizers],
                 "loop": loops,
                 "shards": [{**shard.state(), "global_batch": shard.global_batch} for shard in training.shards],
+                "signature": training.signature.decode(),
             }
             files = {
                 "model": {**snapshot.parameters, **{BUFFER + name: snapshot.buffers[name] for name in _kept(training)}},
                 "optimizer": tensors,
+                "strategy": snapshot.extra,
                 "loop": loop_tensors,
                 "rng": {f"rank-{rank}": letter for rank, letter in enumerate(generators)},
             }
@@ -69,7 +72,7 @@ def save(training: Training, group: Group, directory: str, strategy: str, keep: 
     return path
 
 
-def restore(training: Training, group: Group, directory: str) -> int | None:
+def restore(training: Training, group: Group, directory: str, strategy: str) -> int | None:
     """Collective. The step of the newest valid checkpoint, whose state everybody now has; None if there is none."""
     sync = training.sync
     if sync is None:
@@ -92,7 +95,10 @@ def restore(training: Training, group: Group, directory: str) -> int | None:
     wanted = {**parameters, **{BUFFER + name: sync.roster.buffers[name] for name in _kept(training)}}
     _check_model(wanted, files["model"], record, training)
     buffers = {name: files["model"].get(BUFFER + name, own) for name, own in sync.roster.buffers.items()}
-    sync.reload({name: files["model"][name] for name in parameters}, buffers)
+    sync.steps = int(record["step"])
+    theirs = record["strategy"].partition(":")[0] == strategy.partition(":")[0]
+    extra = _read(group, found, "strategy") if theirs and record.get("extra") else {}
+    sync.reload({name: files["model"][name] for name in parameters}, buffers, extra)
     sync.load_states(checkpoint.decode(record["optimizers"], files["optimizer"]))
     for optimizer, groups in zip(training.optimizers, record["groups"], strict=True):
         for group_of_parameters, saved in zip(optimizer.param_groups, groups, strict=True):

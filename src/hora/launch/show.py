@@ -17,7 +17,13 @@ from .runfile import Found
 def show(name: str, directory: str | None = None, *, data: bool = False) -> str:
     """A run's card, or with `data` its ledger's two views; ValueError if there is no such run."""
     found = runfile.find(name, directory)
-    return _data(found) if data else _card(found)
+    try:
+        return _data(found) if data else _card(found)
+    except ValueError:
+        again = runfile.find(name, directory)
+        if not found.live or again.live:
+            raise
+        return _data(again)  # it has ended meanwhile, and its record tells
 
 
 def _card(found: Found) -> str:

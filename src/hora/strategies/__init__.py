@@ -5,9 +5,12 @@ from __future__ import annotations
 from . import base
 from .allreduce import Auto, Engine, Halving, Ring, Shared, Star, Tree
 from .base import Strategy
+from .local import DiLoCo, LocalSGD
 from .ps import PS
 
-KNOWN: dict[str, type[Strategy]] = {kind.name: kind for kind in (Auto, Engine, Halving, PS, Ring, Shared, Star, Tree)}
+KNOWN: dict[str, type[Strategy]] = {
+    kind.name: kind for kind in (Auto, DiLoCo, Engine, Halving, LocalSGD, PS, Ring, Shared, Star, Tree)
+}
 
 
 def parse(text: str) -> Strategy:
@@ -15,4 +18,18 @@ def parse(text: str) -> Strategy:
     return base.parse(text, KNOWN)
 
 
-__all__ = ["KNOWN", "PS", "Auto", "Engine", "Halving", "Ring", "Shared", "Star", "Strategy", "Tree", "parse"]
+__all__ = [
+    "KNOWN",
+    "PS",
+    "Auto",
+    "DiLoCo",
+    "Engine",
+    "Halving",
+    "LocalSGD",
+    "Ring",
+    "Shared",
+    "Star",
+    "Strategy",
+    "Tree",
+    "parse",
+]

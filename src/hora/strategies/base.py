@@ -14,6 +14,10 @@ import typing
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
     from ..roster import Roster
     from .sync import Sync
 
@@ -23,7 +27,17 @@ class Strategy:
     """The base of all strategies. `algorithm` is what `all_reduce(algorithm="auto")` means in this run."""
 
     name: ClassVar[str]
-    uses_servers: ClassVar[bool] = False
+    may_use_servers: ClassVar[bool] = False
+    uses_rounds: ClassVar[bool] = False  # workers train alone between rounds
+
+    @property
+    def uses_servers(self) -> bool:
+        """Whether servers keep the parameters."""
+        return self.may_use_servers
+
+    def served(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        """What updates the parameters that servers keep, out of the user's optimizers; they are not changed."""
+        return list(optimizers)
 
     @property
     def algorithm(self) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from ..errors import HoraError
@@ -33,14 +31,6 @@ class Flats:
         """Of all that was collected."""
         grads = [grad for grad in self._grads.values() if grad is not None]
         return float(torch.nn.utils.get_total_norm([grad.values() if grad.is_sparse else grad for grad in grads]))
-
-    def nonfinite(self, parameters: Iterable[torch.Tensor]) -> list[str]:
-        """The names of those whose gradient is not finite."""
-        return [
-            self.roster.names[self.roster.index[id(parameter)]]
-            for parameter in parameters
-            if parameter.grad is not None and not _is_finite(parameter.grad.detach())
-        ]
 
     def collect(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients of this step as vectors, in the order in which their parameters lie in memory."""
@@ -136,9 +126,3 @@ class Flats:
         """A block's parameters as they are here."""
         flat = laid(self.roster.parameters[block.index])
         return flat if block.whole else flat[block.start : block.stop]
-
-
-def _is_finite(grad: torch.Tensor) -> bool:
-    """The sum tells, with one pass and no memory, unless it is merely large."""
-    values = grad._values() if grad.layout is torch.sparse_coo else grad
-    return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())

@@ -17,13 +17,13 @@ ADVICE = (
 )
 
 
-def sentence(group: Group, roster: Roster, culprits: Sequence[tuple[int, int]]) -> str:
+def sentence(group: Group, roster: Roster, culprits: Sequence[tuple[int, int]], what: str = "gradient") -> str:
     """Collective: every worker gives the (rank, parameter) that it knows of; all get the same words."""
     mine = torch.tensor(culprits, dtype=torch.int64).view(-1, 2)
     found = sorted({tuple(pair) for part in group.all_gather(mine, name="culprits") for pair in part.tolist()})
     names = [f"{roster.names[index]} on {group.transport.name_of(rank)}" for rank, index in found]
     more = " and others" if len(names) > MOST_NAMED else ""
-    return f"the gradient of {'; '.join(names[:MOST_NAMED])}{more} is not finite"
+    return f"the {what} of {'; '.join(names[:MOST_NAMED])}{more} is not finite"
 
 
 def poison(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -34,3 +34,9 @@ def poison(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if first is not None:
             values = first._values() if first.layout is torch.sparse_coo else first
             flatten(values.detach())[:1].fill_(float("inf"))
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Of a gradient, dense or sparse. The sum tells, with one pass and no memory, unless it is merely large."""
+    dense = values._values() if values.layout is torch.sparse_coo else values
+    return bool(torch.isfinite(dense.sum(dtype=torch.float32))) or bool(torch.isfinite(dense).all())

@@ -33,7 +33,7 @@ class PS(Strategy):
     """
 
     name: ClassVar[str] = "ps"
-    uses_servers: ClassVar[bool] = True
+    may_use_servers: ClassVar[bool] = True
 
     mode: str = "sync"
     staleness: int | None = None

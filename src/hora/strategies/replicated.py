@@ -492,7 +492,9 @@ class Replicated(Watching, Sync):
         """A parameter's state as this worker holds it."""
         return state
 
-    def reload(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
+    def reload(
+        self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], extra: dict[str, torch.Tensor]
+    ) -> None:
         with torch.no_grad():
             for name, parameter in zip(self.roster.names, self.roster.parameters, strict=True):
                 parameter.copy_(parameters[name])

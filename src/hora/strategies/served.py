@@ -16,28 +16,26 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from .. import hyper
-from ..buckets import Backward, Bucket
 from ..collectives.base import Group
 from ..errors import HoraError
 from ..roster import Roster
 from ..server.client import Client
 from ..server.embedding import tables_of
-from ..server.host import Colocated, layout_of
 from ..server.layout import Block
 from ..server.messages import Begin, Ready
 from ..server.shelf import pack, unpack
 from . import nonfinite, states
+from .apart import Apart
 from .archive import Archive
 from .flats import Flats
-from .pile import Pile
+from .outpost import Outpost
 from .ps import PS
-from .sync import Halt, Snapshot, Sync, Verdict
-from .watching import Watching
+from .sync import Halt, Snapshot, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +43,11 @@ STANDING = "standing"  # under which rank 0's share of what no server has is kep
 CATCH_UPS = 20  # how often a worker that was left behind reads again until all servers are at one step
 
 
-class Served(Watching, Sync):
-    def __init__(self, roster: Roster, strategy: PS) -> None:
-        Sync.__init__(self, roster)
+class Served(Apart):
+    def __init__(self, roster: Roster, strategy: PS, held: Roster | None = None) -> None:
+        """`held`: the model with what updates it on the servers, where that is not the user's optimizers."""
+        super().__init__(roster)
+        self._held = held or roster
         self.strategy = strategy
         self.lockstep = self.together = strategy.mode == "sync" and not strategy.backup
         self.unison = strategy.mode == "sync"
@@ -58,13 +58,11 @@ class Served(Watching, Sync):
         self._passed = (-1, -1)  # the batch up to which the others have come
         self._lags = (0, 0)  # their sum and number since `notes` was asked
         self._outline = {id(each): [len(group["params"]) for group in each.param_groups] for each in roster.optimizers}
-        self._backward = Backward(roster.parameters, roster.names, self)
-        self._pile = Pile()
         self._spent: tuple[float, float, int] | None = None  # what the pile was at an optimizer's step, for the others'
+        self._outpost: Outpost
         self._client: Client
         self._flats: Flats
         self._archive: Archive
-        self._colocated: Colocated | None = None
         self._tables = {roster.index[id(table.rows)]: table for table in tables_of(roster.models)}
         if self._tables and (strategy.backup or strategy.correct == "dc"):
             option = "backup" if strategy.backup else "correct=dc"
@@ -72,13 +70,11 @@ class Served(Watching, Sync):
                              "one: leave one of them out")  # fmt: skip
         self._step = 0  # as the servers count
         self._told: hyper.Hyper | None = None  # the hyper-parameters that the servers know
-        self._absent = False
         self._pushed = False  # a step was pushed whose result is still to be read
         self._eligible = True
         self._swapped: list[list[torch.Tensor]] = []
         self._buffer_versions: list[tuple[int, int]] = []
         self._culprit = ""
-        self._verdict = Verdict()
         self._scale = 1.0
 
     # -- binding -----------------------------------------------------------------------------------------------------
@@ -91,31 +87,16 @@ class Served(Watching, Sync):
         if self.strategy.backup >= access.size > 1:
             raise ValueError(f"backup={self.strategy.backup} of {access.size} workers leaves nobody to step with")
         self.home = group
-        layout = layout_of(self.roster, access.num_servers, self.strategy.block_bytes)
-        self._flats = Flats(self.roster, self._tables, access.num_servers)
         if not access.joined:
             self.roster.agree(group)
         if self.lockstep and group.size > 1:
             kind = group.transport.kind
             self.group = group.new_group(range(group.size), "auto" if kind == "shm" else kind)
-        if access.colocated and not access.joined and access.rank < access.num_servers:
-            access.control.put(f"parameters/{access.rank}", b"here")  # the run cannot go on without this process
-            self._colocated = Colocated(access, self.roster, self.strategy.rules(), self.strategy.block_bytes)
-        self._client = Client(
-            rank=access.rank,
-            name=access.name,
-            layout=layout,
-            dtypes=[p.dtype for p in self.roster.parameters],
-            control=access.control,
-            token=access.token,
-            timeout_s=access.timeout_s,
-            check=self._check,
-            targets=self._flats.target,
-            shared=access.shared,
-            colocated=access.colocated,
+        self._outpost = Outpost(
+            access, self._held, self.strategy.rules(), self.strategy.block_bytes, self._check, self._tables
         )
+        self._client, self._flats = self._outpost.client, self._outpost.flats
         self._archive = Archive(self.roster, self._client)
-        self._client.connect(self.roster.entries())
         if access.rank == 0:
             self._client.fill(self._flats.values)
             self._keep_standing()
@@ -135,8 +116,6 @@ class Served(Watching, Sync):
         """While this worker waits for a server: is there still something to wait for?"""
         if self.group is not None:
             (self.home if self.halted else self.group).transport.check()  # a halt ends steps, and nothing else
-        if self._colocated is not None:
-            self._colocated.check()
 
     def unbind(self) -> None:
         for table in self._tables.values():
@@ -148,73 +127,29 @@ class Served(Watching, Sync):
             self.group = None
 
     def linger(self) -> None:
-        """After this worker has left: its own server stays until all have."""
-        self._client.close()
-        if self._colocated is not None:
-            self._colocated.close(self.access.timeout_s)
-
-    @property
-    def verdict(self) -> Verdict:
-        return self._verdict
+        self._outpost.linger()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def weigh(self, weight: float, expected: float) -> None:
-        pile = self._pile
-        pile.forget_cleared()
+        super().weigh(weight, expected)
         self._spent = None
-        if weight != pile.weight and pile:
-            if not weight:
-                raise ValueError("job.weight(0) in the middle of an accumulation: leave that backward() out instead")
-            factor = pile.weight / weight
-            with torch.no_grad():
-                for parameter in self.roster.parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(factor)
-        pile.weight, pile.expected = weight, expected
-
-    def before_forward(self) -> None:
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return
-        if self._backward.running:
-            self._backward.forget()  # the last one was broken off by an exception that the user caught
-        self._pile.forget_cleared()
-        self.roster.check_unchanged()
-        self._backward.hook(keep=bool(self._pile))
-
-    def bucket_ready(self, bucket: Bucket) -> None:
-        """Nothing leaves before the step: until then the gradient is the user's to change."""
 
     def after_backward(self) -> None:
         for table in self._tables.values():
             table.gather()
-        self._pile.add()
-        self._pile.mark(self.roster.parameters)
+        super().after_backward()
 
     def rescaled(self) -> None:
         """In sync all workers' scalers must find the same; `combine` sees to that."""
 
-    def combine(self, found: Iterable[torch.Tensor]) -> None:
+    def combine(self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor]) -> None:
         """A scaler has looked for infinities: what one worker found counts for all that step with it."""
         if self.group is not None:
             for each in found:
                 host = each.detach().cpu().clone()
                 self.group.all_reduce(host, "max", name="found_inf")
                 each.copy_(host)
-
-    def absent_step(self) -> None:
-        """What piled up in batches before this one counts."""
-        if not self._pile:
-            for parameter in self.roster.parameters:
-                parameter.grad = None
-        self._absent = True
-
-    def share_gradients(self) -> None:
-        """Nothing to do: an absent worker's gradient is none."""
-
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """This worker's own gradient; `clip_norm=` is for the mean."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -230,14 +165,9 @@ class Served(Watching, Sync):
             return False
         scale = getattr(optimizer, "grad_scale", None)
         self._scale = 1.0 / float(scale) if scale is not None else 1.0
-        mine = [p for group in optimizer.param_groups for p in group["params"]]
-        if not self._absent and not self._pile and all(p.grad is None for p in mine):
-            raise HoraError(
-                f"{type(optimizer).__name__}.step() without a backward() since the last one: there is no gradient to "
-                "apply. Call loss.backward() first, or leave the step out on every worker"
-            )
+        mine = self._own(optimizer)
         self._verdict = Verdict(stop=self._verdict.stop and not self.lockstep)
-        culprit = self._nonfinite(mine)
+        culprit = self._nonfinite(mine, self.access.name)
         if culprit and not self.lockstep:
             return self._lament(culprit)
         self._culprit = culprit
@@ -261,14 +191,6 @@ class Served(Watching, Sync):
                 "complete the optimizer first, then prepare it"
             )
 
-    def _nonfinite(self, parameters: Iterable[torch.Tensor]) -> str:
-        """Which of this worker's gradients is not finite, in words; before any of them has left."""
-        named = self._flats.nonfinite(parameters)
-        if not named:
-            return ""
-        more = " and others" if len(named) > nonfinite.MOST_NAMED else ""
-        return f"the gradient of {', '.join(named[: nonfinite.MOST_NAMED])}{more} on {self.access.name} is not finite"
-
     def _lament(self, text: str) -> bool:
         self._pile.clear()
         self._verdict.skipped = text
@@ -279,10 +201,10 @@ class Served(Watching, Sync):
         return False
 
     def open_step(self, optimizer: torch.optim.Optimizer) -> None:
-        begin_s, pushed_bytes = time.perf_counter(), self._client.pushed_bytes
-        self._flats.collect(optimizer)
-        self.push_pull(self.roster.optimizers.index(optimizer), self._flats.gradient)
-        self._flats.clear()
+        with self._timed():
+            self._flats.collect(optimizer)
+            self.push_pull(self.roster.optimizers.index(optimizer), self._flats.gradient)
+            self._flats.clear()
         self._pile.clear()
         self._absent = False
         if self._verdict.skipped:
@@ -290,8 +212,14 @@ class Served(Watching, Sync):
         for group in optimizer.param_groups:
             self._swapped.append(group["params"])
             group["params"] = []
-        self.traffic.num_exchanges += 1
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """What happens inside is communication."""
+        begin_s, pushed_bytes = time.perf_counter(), self._client.pushed_bytes
+        yield
         seconds = time.perf_counter() - begin_s
+        self.traffic.num_exchanges += 1
         self.traffic.comm_s += seconds
         self.traffic.exposed_s += seconds
         self.traffic.sent_bytes += self._client.pushed_bytes - pushed_bytes
@@ -337,6 +265,7 @@ class Served(Watching, Sync):
             present=self._present or self.access.size,
             place=self._place,
             eligible=self._eligible,
+            reaches=self.steps + (number == 0),
         )
 
     def _clipping(self) -> float:
@@ -350,6 +279,7 @@ class Served(Watching, Sync):
         """The step's result is here: what the servers said of it."""
         self._pushed = False
         self._flats.scatter()
+        self._pulled()
         self._step += 1
         self._lags = (self._lags[0] + sum(self._client.lags), self._lags[1] + len(self._client.lags))
         if self.strategy.sync_every:
@@ -397,14 +327,10 @@ class Served(Watching, Sync):
             self._pushed = False
             with contextlib.suppress(HoraError):
                 self._client.drop(self._step)
-        for parameter in self.roster.parameters:
-            parameter.grad = None
         self._flats.clear()
-        self._pile.clear()
-        self._backward.running = False
-        self.exchanging = False
+        super().drop()
 
-    def begin_batch(self, loop: int, batch: int, present: int) -> None:
+    def begin_batch(self, loop: int, batch: int, present: int, unit: float) -> None:
         self._place, self._present = (loop, batch), present
 
     def is_past(self, loop: int, batch: int) -> bool:
@@ -416,7 +342,7 @@ class Served(Watching, Sync):
         if not self.lockstep:
             self._client.enter()
 
-    def leave_loop(self) -> None:
+    def leave_loop(self, finished: bool = True) -> None:
         """Waits for what is still on its way; where workers go their own ways, all take the newest there is."""
         if self._pushed:
             self._conclude(self._client.pull())
@@ -462,9 +388,13 @@ class Served(Watching, Sync):
     def read(self, what: str) -> bytes:
         return self._client.ask(0, what)
 
+    def _pulled(self) -> None:
+        """Hook: the parameters are what was read."""
+
     def _refresh(self) -> None:
         readies = self._client.refresh()
         self._flats.scatter()
+        self._pulled()
         if self.strategy.backup:
             self._verdict.stop = any(ready.stop for ready in self._catch_up(readies))
         elif self.strategy.mode == "sync":
@@ -509,7 +439,9 @@ class Served(Watching, Sync):
             self._archive.put(kept)
         self.home.barrier("optimizer state restored")
 
-    def reload(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
+    def reload(
+        self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], extra: dict[str, torch.Tensor]
+    ) -> None:
         with torch.no_grad():
             for name, parameter in zip(self.roster.names, self.roster.parameters, strict=True):
                 parameter.copy_(parameters[name])
@@ -517,7 +449,7 @@ class Served(Watching, Sync):
                 buffer.copy_(buffers[name])
         self.home.barrier("before the servers' parameters are restored")
         if self.home.rank == 0:
-            self._client.fill(self._flats.values)
+            self._client.fill(self._flats.values, self.steps)
             self._keep_standing()
         self.home.barrier("the servers' parameters are restored")
         self._refresh()

@@ -360,10 +360,12 @@ class Sharded(Replicated):
                 for parameter in [p for p, state in optimizer.state.items() if not state]:
                     del optimizer.state[parameter]
 
-    def reload(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
+    def reload(
+        self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], extra: dict[str, torch.Tensor]
+    ) -> None:
         if self.group is not None and self._shared:
             self.home.barrier("before the parameters are restored")
-        super().reload(parameters, buffers)
+        super().reload(parameters, buffers, extra)
         if self.group is not None:
             self.home.barrier("parameters restored")
             self._guard.remember()

@@ -56,6 +56,7 @@ class Snapshot:
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     states: list[dict[str, dict[str, Any]]]
+    extra: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # what else the strategy needs to go on
 
 
 @dataclasses.dataclass
@@ -64,6 +65,7 @@ class Verdict:
 
     stop: bool = False  # somebody wants to stop after this step
     skipped: str = ""  # why this step is not taken, if it is not
+    reason: str = ""  # of the stop, where nobody asked for it
 
 
 class Halt(HoraError):
@@ -77,6 +79,9 @@ class Sync(abc.ABC):
     lockstep = True  # whether workers take the same steps; else each goes its own way
     unison = True  # whether a wish to stop travels with the steps, so that all stop after the same one
     jumped = 0  # steps of the others that this worker has missed, since the training loop has last counted them
+    rounds: int | None = None  # how many rounds were closed, where workers train alone between them
+    local_steps = 0  # of this worker since the last of them
+    steps = 0  # as the training loop counts them
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
@@ -124,11 +129,12 @@ class Sync(abc.ABC):
     def rescaled(self) -> None:
         """A scaler has changed the gradients, as it should."""
 
-    def combine(self, found: Iterable[torch.Tensor]) -> None:
-        """A scaler has looked for infinities, device by device. Nothing to do where gradients are means already."""
+    def combine(self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor]) -> None:
+        """A scaler has looked for infinities in the gradients of an optimizer, device by device. Nothing to do where
+        gradients are means already."""
 
-    def begin_batch(self, loop: int, batch: int, present: int) -> None:
-        """The next backwards are of this batch, in which so many workers have samples."""
+    def begin_batch(self, loop: int, batch: int, present: int, unit: float) -> None:
+        """The next backwards are of this batch, in which so many workers have samples; `unit` samples weigh 1."""
 
     def is_past(self, loop: int, batch: int) -> bool:
         """Whether the others have gone on from this batch without this worker."""
@@ -137,8 +143,15 @@ class Sync(abc.ABC):
     def enter_loop(self) -> None:
         """This worker begins to train."""
 
-    def leave_loop(self) -> None:
-        """It has left its loop. May block, to wait for what is still on its way."""
+    def leave_loop(self, finished: bool = True) -> None:
+        """It has left its loop; not `finished`: before its end. May block, to wait for what is still on its way."""
+
+    def depart(self) -> None:
+        """It goes where others cannot reach it: to write a checkpoint together, or out of the run. May block."""
+
+    def common(self) -> list[torch.Tensor]:
+        """The parameters that the workers have agreed upon last, in the order of the roster; after a step."""
+        return [parameter.detach() for parameter in self.roster.parameters]
 
     def post(self, what: str, words: bytes) -> None:
         """Leaves words where a worker that joins later finds them; where nobody joins: nowhere."""
@@ -176,7 +189,10 @@ class Sync(abc.ABC):
         """The optimizers' states as a snapshot holds them."""
 
     @abc.abstractmethod
-    def reload(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None: ...
+    def reload(
+        self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], extra: dict[str, torch.Tensor]
+    ) -> None:
+        """Everything of a snapshot but the optimizers' states; `extra` may be another strategy's, and then is empty."""
 
     @abc.abstractmethod
     def drop(self) -> None:

@@ -68,6 +68,8 @@ class Training:
         self.num_samples = 0
         self.max_steps: int | None = None
         self.stop_reason: Callable[[], str | None] = lambda: None  # as the coordinator told it
+        self.show: Callable[[bool], None] = lambda at_once: None  # parameters are whole: whoever publishes them may
+        self.signature = b""  # of the first model's forward, once it is known, as serve.protocol writes it
         self.access = access
         self.sync: Sync | None = None
         self.models: list[torch.nn.Module] = []
@@ -128,7 +130,7 @@ class Training:
         self._orders = Orders(sync, self.models, self.optimizers, self.schedulers, scaler)
         self._share_standing()
         self.infinite = {name for name, buffer in roster.buffers.items() if not bool(torch.isfinite(buffer).all())}
-        watched = self.size > 1 or self._strategy.uses_servers
+        watched = self.size > 1 or self._strategy.uses_servers or sync.rounds is not None
         if watched and is_enabled(scaler):
             self._heed(scaler, sync)
         memory.keep()
@@ -155,9 +157,9 @@ class Training:
         """The scaler writes gradients between backward and step, which is its right: it is told apart from others."""
         unscale = scaler._unscale_grads_
 
-        def unscale_and_tell(*args: Any, **kwargs: Any) -> Any:
-            found = unscale(*args, **kwargs)
-            sync.combine(found.values())
+        def unscale_and_tell(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            found = unscale(optimizer, *args, **kwargs)
+            sync.combine(optimizer, found.values())
             sync.rescaled()
             return found
 
@@ -246,12 +248,14 @@ class Training:
             for loader, portion, _ in self._held.values():  # now, so that a checkpoint after this does not repeat them
                 if loader.ledger is not None:
                     loader.ledger.done(portion)
+            self.show(False)
 
     def _jump(self) -> None:
         """Steps that the others have taken without this worker are behind it too."""
         assert self.sync is not None
         self.step += self.sync.jumped
         self.sync.jumped = 0
+        self.sync.steps = self.step
 
     def _note_step(self) -> None:
         """Now and then, so that whoever reports this worker's end can say how far it came."""
@@ -378,7 +382,11 @@ class Training:
         self._held[id(loader)] = Held(loader, portion, followed)  # the newest last
         self.num_samples += portion.total
         self.sync.weigh(portion.weight, portion.weight)
-        self.sync.begin_batch(self.sync.loop, portion.batch, portion.present)
+        self._begin_batch(portion)
+
+    def _begin_batch(self, portion: Portion) -> None:
+        assert self.sync is not None
+        self.sync.begin_batch(self.sync.loop, portion.batch, portion.present, portion.total / portion.size)
 
     def passes(self, loader: Shard, portion: Portion) -> bool:
         """Whether the others are past this batch, so that this worker, which was late, leaves it out."""
@@ -396,7 +404,7 @@ class Training:
         """Does as rank 0 says until the end of the batch; where workers do not step together it steps by itself."""
         assert self.sync is not None
         if not self.sync.lockstep:
-            self.sync.begin_batch(self.sync.loop, portion.batch, portion.present)
+            self._begin_batch(portion)
             for optimizer in self.optimizers:
                 self.sync.absent_step()
                 optimizer.step()
@@ -424,8 +432,9 @@ class Training:
         self._broke = False
         if loop is not None and not self._loops:
             assert self.sync is not None
-            self.sync.leave_loop()
+            self.sync.leave_loop(finished and not self._stopping)
             self._jump()
+            self.show(True)
             if self.rank == 0:
                 self._share_standing()
         if loop is not None and self._together:
@@ -526,6 +535,8 @@ class Training:
         """This worker exchanges no gradients until the others have come here too, out of their loops."""
         if self._together:
             self._farewell.meet()
+        elif self.sync is not None:
+            self.sync.depart()
 
     def linger(self) -> None:
         """After this worker has left the run."""
@@ -565,10 +576,11 @@ class Training:
         if self._said or self.rank:
             return
         self._said = True
+        known = self.sync.verdict.reason if self.sync is not None else ""
         deadline = time.monotonic() + REASON_S
-        while self.stop_reason() is None and time.monotonic() < deadline:
+        while not known and self.stop_reason() is None and time.monotonic() < deadline:
             time.sleep(0.005)
-        log.warning("stopped after step %d: %s", self.step, self.stop_reason() or "no reason was given")
+        log.warning("stopped after step %d: %s", self.step, known or self.stop_reason() or "no reason was given")
 
     def _before_exchange(self) -> None:
         """Called for every exchange, before anything of it leaves; Halt if it will not take place."""

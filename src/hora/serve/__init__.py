@@ -1,0 +1,1 @@
+"""The predictor: a process of the run that answers while the others train."""

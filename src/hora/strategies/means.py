@@ -1,0 +1,220 @@
+"""Means: how the workers' parameters become one in a round.
+
+    pack        on the training thread: what this worker gives, a vector of these parameters
+    travel      on any thread, collective: what comes of everybody's, each counting by its share
+    settle      on the training thread: the parameters become what was agreed; `late`: steps were taken meanwhile
+
+`Plain` averages the parameters themselves. `Outer` averages their drift from the last common point, which it keeps,
+and takes the outer step from there. `Kept` lets servers keep that point and take the mean.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..collectives.base import Group
+from ..lanes import laid
+from ..roster import Roster
+from .local import DiLoCo, LocalSGD
+from .wire import Feedback
+
+
+class Mean(abc.ABC):
+    """Sums are taken in float32 at least, and rounded once to a parameter's own type."""
+
+    def __init__(self, roster: Roster, group: Group) -> None:
+        self._roster = roster
+        self._group = group
+
+    @abc.abstractmethod
+    def pack(self, indices: Sequence[int]) -> torch.Tensor: ...
+
+    @abc.abstractmethod
+    def travel(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor: ...
+
+    @abc.abstractmethod
+    def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None: ...
+
+    def begin(self, indices: Sequence[int]) -> None:
+        """The workers' parameters are all the same now: a common point. Collective."""
+
+    def extend(self, indices: Sequence[int]) -> None:
+        """These are trained from now on; they are the same on all workers."""
+
+    def common(self, index: int) -> torch.Tensor:
+        """A parameter as it was agreed upon last."""
+        return self._roster.parameters[index].detach()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint needs besides the parameters; the same on every worker."""
+        return {}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """After `begin`."""
+
+    def close(self) -> None:
+        """No round will come any more."""
+
+    def linger(self) -> None:
+        """After this worker has left the run: it stays as long as others need something of it."""
+
+    def _parameters(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        return [self._roster.parameters[index].detach() for index in indices]
+
+
+def vector_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of all elements, in float32 or, where one of them is, in float64."""
+    wide = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+    vector = torch.empty(sum(t.numel() for t in tensors), dtype=wide, device=tensors[0].device if tensors else "cpu")
+    for tensor, place in pieces(tensors, vector):
+        place.copy_(laid(tensor))
+    return vector
+
+
+def pieces(tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor, and the stretch of the vector that stands for it."""
+    return list(zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True))
+
+
+def put(tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
+    """The inverse of `vector_of`."""
+    for tensor, place in pieces(tensors, vector):
+        flat = laid(tensor)
+        flat.copy_(place)
+        if flat.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def weighted_sum(group: Group, vector: torch.Tensor, shares: Sequence[float], algorithm: str, name: str) -> None:
+    """Collective, in place: the sum of everybody's vector times its share."""
+    share = shares[group.rank]
+    if not share:
+        vector.zero_()  # whatever it holds
+    elif share != 1.0:
+        vector.mul_(share)
+    group.all_reduce(vector, "sum", algorithm, name=name)
+
+
+class Plain(Mean):
+    def __init__(self, roster: Roster, group: Group, algorithm: str) -> None:
+        super().__init__(roster, group)
+        self._algorithm = algorithm
+
+    def pack(self, indices: Sequence[int]) -> torch.Tensor:
+        return vector_of(self._parameters(indices))
+
+    def travel(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
+        weighted_sum(self._group, vector, shares, self._algorithm, "parameters of a round")
+        return vector
+
+    def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
+        put(self._parameters(indices), result)
+
+
+class Outer(Mean):
+    """`outer_lr` and `outer_momentum` are those of torch's own SGD with Nesterov momentum, over the common point."""
+
+    def __init__(self, roster: Roster, group: Group, strategy: DiLoCo) -> None:
+        super().__init__(roster, group)
+        self._strategy = strategy
+        self._points: dict[int, torch.Tensor] = {}
+        self._feedback: dict[tuple[int, ...], Feedback] = {}
+        self._optimizer: torch.optim.SGD
+
+    def begin(self, indices: Sequence[int]) -> None:
+        """What was a common point before goes on from here with its momentum."""
+        known = [index for index in self._points if index not in indices]
+        self.extend([*known, *indices])
+        self._feedback.clear()
+
+    def extend(self, indices: Sequence[int]) -> None:
+        old = {index: self._optimizer.state[point] for index, point in self._points.items()} if self._points else {}
+        for index, parameter in zip(indices, self._parameters(indices), strict=True):
+            # The point moves by less than the drift: in half precision it might not move at all.
+            self._points[index] = parameter.clone() if parameter.element_size() >= 4 else parameter.float()
+        strategy = self._strategy
+        self._optimizer = torch.optim.SGD(
+            list(self._points.values()) or [torch.zeros(0)],
+            lr=strategy.outer_lr,
+            momentum=strategy.outer_momentum,
+            nesterov=strategy.outer_momentum > 0,
+        )
+        for index, point in self._points.items():
+            if index in old:
+                self._optimizer.state[point] = old[index]
+
+    def common(self, index: int) -> torch.Tensor:
+        return self._points[index] if index in self._points else super().common(index)
+
+    def pack(self, indices: Sequence[int]) -> torch.Tensor:
+        vector = vector_of([self._points[index] for index in indices])
+        for parameter, place in pieces(self._parameters(indices), vector):
+            place.sub_(laid(parameter))
+        return vector
+
+    def travel(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
+        if self._strategy.wire == "float32":
+            result = vector.clone() if self._strategy.overlap else vector
+            weighted_sum(self._group, result, shares, self._strategy.algorithm, "drift of a round")
+            return result
+        key = tuple(indices)
+        if key not in self._feedback:
+            self._feedback[key] = Feedback(self._group, vector.numel(), self._strategy.wire)
+        return self._feedback[key].mean(vector, shares)
+
+    def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
+        """Steps that were taken while the drift travelled are kept: they are part of the next one."""
+        points, parameters = [self._points[index] for index in indices], self._parameters(indices)
+        if late:
+            for (point, drift), parameter in zip(pieces(points, vector), parameters, strict=True):
+                _add(parameter, drift.view(-1) - laid(point))  # as far as it has come since it was sent
+        for point, gradient in pieces(points, result):
+            point.grad = torch.empty_like(point)
+            laid(point.grad).copy_(gradient)
+        self._optimizer.step()
+        for point, parameter in zip(points, parameters, strict=True):
+            point.grad = None
+            if late:
+                _add(parameter, laid(point))
+            else:
+                parameter.copy_(point)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Errors that are still to be fed back are forgotten, here as by whoever goes on from the checkpoint."""
+        self._feedback.clear()
+        names, known = self._roster.names, self._optimizer.state
+        points = {f"point:{names[index]}": point for index, point in self._points.items()}
+        momentum = {
+            f"momentum:{names[index]}": buffer
+            for index, point in self._points.items()
+            if (buffer := known[point].get("momentum_buffer")) is not None
+        }
+        return {**points, **momentum}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        for index, point in self._points.items():
+            name = self._roster.names[index]
+            if (saved := state.get(f"point:{name}")) is not None:
+                point.copy_(saved)
+            momentum = state.get(f"momentum:{name}")
+            kept: dict[str, Any] = {"momentum_buffer": momentum.to(point)} if momentum is not None else {}
+            self._optimizer.state[point] = kept
+
+
+def _add(parameter: torch.Tensor, flat: torch.Tensor) -> None:
+    """Elements in the order of `laid`."""
+    mine = laid(parameter)
+    mine.add_(flat)
+    if mine.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+        parameter.copy_(mine.view(parameter.shape))
+
+
+def mean_for(roster: Roster, group: Group, strategy: LocalSGD | DiLoCo) -> Mean:
+    if isinstance(strategy, DiLoCo):
+        return Outer(roster, group, strategy)
+    return Plain(roster, group, strategy.algorithm)

@@ -1,0 +1,106 @@
+"""Reporting: a worker that trains alone and reports to the servers, which keep the model, after its own H steps.
+
+It pushes its drift from what it read last; the servers add that to the model by the worker's share of the samples of a
+round, and the worker goes on from the result. When all have reported from the same point, that is their mean; nobody
+waits for anybody, so workers may be slow, lost or new.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..lanes import laid
+from ..roster import Roster
+from ..server.layout import Block
+from ..server.messages import Begin
+from .local import LocalSGD
+from .served import Served
+from .states import States, collect, load
+from .sync import Snapshot
+
+
+class Reporting(Served):
+    def __init__(self, roster: Roster, strategy: LocalSGD) -> None:
+        super().__init__(roster, strategy.servers(), Roster(roster.models, strategy.served(roster.optimizers)))
+        self._rounds = strategy
+        self.rounds = 0
+        self.local_steps = 0
+        self._samples = 0.0  # since the last step, and since the last report
+        self._seen = 0.0
+        self._unit = 1.0
+        self._num_steps = 0  # up to the last report
+        self._full = 0.0  # the largest batch so far, which an average one is taken to be
+        self._points: dict[int, torch.Tensor] = {}
+
+    def begin_batch(self, loop: int, batch: int, present: int, unit: float) -> None:
+        super().begin_batch(loop, batch, present, unit)
+        self._unit = unit
+
+    def after_backward(self) -> None:
+        self._samples += self._pile.weight * self._unit
+        super().after_backward()
+
+    def open_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The step is this worker's own."""
+        self._even_out(self._own(optimizer))
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._pile.clear()
+        if optimizer is not self.roster.optimizers[0]:
+            return
+        self._absent = False
+        self.local_steps += 1
+        self._full = max(self._full, self._samples)
+        self._seen += self._samples
+        self._samples = 0.0
+        if self.local_steps >= self._rounds.interval(self._num_steps + self.local_steps):
+            self._report()
+
+    def _report(self) -> None:
+        with self._timed():
+            self.push_pull(0, self._drift)
+        self._num_steps += self.local_steps
+        self.rounds = (self.rounds or 0) + 1
+        self.local_steps = 0
+        self._seen = 0.0
+
+    def _begin(self, number: int) -> Begin:
+        """By its share: of the samples that all workers see while each takes as many steps as a report stands for."""
+        live = sum(member.role == "worker" for member in self.access.control.roll())
+        whole = max(1, live) * self._rounds.interval(self._num_steps) * self._full
+        return Begin(self._step, 0, 0, scale=self._seen / whole if whole else 0.0, place=self._place)
+
+    def _drift(self, block: Block) -> torch.Tensor:
+        drift = laid(self._points[block.index]) - laid(self.roster.parameters[block.index])
+        return drift if block.whole else drift[block.start : block.stop]
+
+    def _pulled(self) -> None:
+        """What was read is what the next drift is measured from."""
+        for index in self._client.layout.served:
+            parameter = self.roster.parameters[index].detach()
+            if index in self._points:
+                self._points[index].copy_(parameter)
+            else:
+                self._points[index] = parameter.clone()
+
+    def leave_loop(self, finished: bool = True) -> None:
+        if self.local_steps:
+            self._report()
+        super().leave_loop(finished)
+
+    def notes(self) -> dict[str, float]:
+        return {**super().notes(), "round": float(self.rounds or 0)}
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self, complete: bool = True) -> Snapshot:
+        """The servers' model, and the state of this worker's own optimizers: there is no other."""
+        if self.local_steps:
+            self._report()
+        self._refresh()
+        self.roster.refresh_buffers()
+        parameters = {name: p.detach() for name, p in zip(self.roster.names, self.roster.parameters, strict=True)}
+        return Snapshot(parameters, dict(self.roster.buffers), collect(self.roster))
+
+    def load_states(self, kept: States) -> None:
+        load(self.roster, kept, lambda index, state: state)

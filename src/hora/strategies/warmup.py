@@ -1,0 +1,56 @@
+"""Warmup: steps with the mean gradient of all workers, before they go their own ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..collectives.base import Group
+from ..roster import Roster
+from . import sparse
+from .means import put, vector_of, weighted_sum
+
+
+def mean_gradients(
+    group: Group,
+    roster: Roster,
+    optimizer: torch.optim.Optimizer,
+    shares: Sequence[float] | None,
+    algorithm: str,
+    leaving: bool,
+) -> int:
+    """Collective: every gradient of this optimizer becomes the mean over all workers', each by its share; its bytes.
+
+    None only where it is None on every worker. A worker that is `leaving` lends a hand and keeps what it has."""
+    mine = [p for each in optimizer.param_groups for p in each["params"]]
+    kept = [parameter.grad for parameter in mine]
+    counts = shares is not None and not leaving and bool(shares[group.rank])
+    flags = torch.zeros(2, len(mine))
+    for number, parameter in enumerate(mine):
+        if counts and parameter.grad is not None:
+            flags[0, number] = 1
+            flags[1, number] = parameter.grad.layout is torch.sparse_coo
+    group.all_reduce(flags, name="who has gradients")
+    dense = []
+    for parameter, holders, rows in zip(mine, *flags.tolist(), strict=True):
+        if not counts:
+            parameter.grad = None
+        if rows:
+            assert shares is not None
+            name = roster.names[roster.index[id(parameter)]]
+            parameter.grad = sparse.mean(group, parameter, name, shares[group.rank] * group.size)
+        elif holders:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dense.append(parameter.grad.detach())
+    num_bytes = 0
+    if dense and shares is not None:
+        vector = vector_of(dense)
+        weighted_sum(group, vector, shares, algorithm, "gradients of the warm-up")
+        put(dense, vector)
+        num_bytes = vector.numel() * vector.element_size()
+    if leaving:
+        for parameter, grad in zip(mine, kept, strict=True):
+            parameter.grad = grad
+    return num_bytes
