@@ -48,12 +48,12 @@ def rows_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_the_demo_trains_under_every_strategy_and_all_learn_the_same(home: pathlib.Path) -> None:
-    done = subprocess.run(DEMO, capture_output=True, text=True, timeout=290, check=False)
+    done = subprocess.run(DEMO, capture_output=True, text=True, timeout=410, check=False)
     assert done.returncode == 0, done.stderr
     rows = [row for row in rows_of(done.stdout) if len(row) == 8]
-    assert [row[0] for row in rows] == ["auto", *demo.STRATEGIES, *demo.SERVED]
+    assert [row[0] for row in rows] == ["auto", *demo.STRATEGIES, *demo.SERVED, *demo.LOCAL]
     assert [row[0] for row in rows_of(done.stdout) if len(row) == 5] == list(demo.UNEVEN)
     workers = [int(row[1]) for row in rows]
     assert workers[0] == 1 and set(workers[1:]) in ({2}, {4})
@@ -63,8 +63,12 @@ def test_the_demo_trains_under_every_strategy_and_all_learn_the_same(home: pathl
         if row[0] != "engine":
             assert (int(row[6].replace(",", "")) > 0) == (row[1] != "1")
     assert next(row for row in rows if row[0] == "engine")[6] == demo.UNKNOWN
-    losses = [float(row[3]) for row in rows if not row[0].startswith("ps:")]  # those that step together
+    apart = [text for text in (*demo.SERVED, *demo.LOCAL) if text != "ps"]
+    losses = [float(row[3]) for row in rows if row[0] not in apart]  # those that step together
     assert max(losses) - min(losses) <= 0.02 * max(losses)
+    sent = {row[0]: int(row[6].replace(",", "")) for row in rows if row[0] != "engine"}
+    assert max(sent[text] for text in demo.LOCAL) < 0.2 * sent["ring"]
+    assert re.search(r"against the ring's: local:every=8 \d+%, .*diloco:every=32 \d%", done.stdout)
     assert "ring, 2 workers: 150 steps in" in done.stdout or "ring, 4 workers: 150 steps in" in done.stdout
     assert "examples/gpt.py" in done.stdout and "\x1b" not in done.stdout and "━ " not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
@@ -73,7 +77,7 @@ def test_the_demo_trains_under_every_strategy_and_all_learn_the_same(home: pathl
 
 
 def test_every_strategy_is_in_the_demo() -> None:
-    assert {text.partition(":")[0] for text in (*demo.STRATEGIES, *demo.SERVED)} == set(KNOWN)
+    assert {text.partition(":")[0] for text in (*demo.STRATEGIES, *demo.SERVED, *demo.LOCAL)} == set(KNOWN)
 
 
 def test_a_run_that_fails_is_shown_with_its_last_lines_and_the_others_finish(
@@ -91,6 +95,7 @@ def test_a_run_that_fails_is_shown_with_its_last_lines_and_the_others_finish(
     monkeypatch.setattr(demo, "WORKER", (str(script),))
     monkeypatch.setattr(demo, "STRATEGIES", ("ring",))
     monkeypatch.setattr(demo, "SERVED", ())
+    monkeypatch.setattr(demo, "LOCAL", ())
     monkeypatch.setattr(demo, "UNEVEN", ())
     assert demo.main(epochs=1) == 1
     out, err = capfd.readouterr()

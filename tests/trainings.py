@@ -7,6 +7,7 @@ a script, as a user would write it, on workers and in plain PyTorch on the whole
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,8 +29,8 @@ _building = threading.Lock()  # the seed is the process's, and ranks are threads
 
 def training(group: Group, strategy: str = "shared", history: str = "", **options: Any) -> Training:
     """`strategy` may end in /N: so many servers, hosted by the first ranks, one without it; /Ntcp: reached over TCP."""
-    text, _, servers = strategy.partition("/")
-    chosen = parse(text)
+    servers = found[1] if (found := re.search(r"/(\d*(?:tcp)?)$", strategy)) else ""
+    chosen = parse(strategy.removesuffix(f"/{servers}"))
     if chosen.uses_servers:
         options["access"] = Access(
             control=group._control,

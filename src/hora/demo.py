@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("auto", "shared", "shared:update=sharded", "ring", "halving", "tree", "star", "engine")
 SERVED = ("ps", "ps:mode=ssp,staleness=2", "ps:mode=async,sync_every=8", "ps:mode=async")
-UNEVEN = ("ring", "ps:mode=ssp,staleness=2", "ps:mode=async")  # with a worker that is slower than the others
+LOCAL = ("local:every=8", "local:every=8,pace=time", "diloco:every=32")
+UNEVEN = (  # with a worker that is slower than the others
+    "ring", "ps:mode=ssp,staleness=2", "ps:mode=async", "local:every=8", "local:every=8,pace=time",
+)  # fmt: skip
 SLOWNESS = 4
 UNEVEN_EPOCHS = 3
 EPOCHS = 6
@@ -50,7 +53,7 @@ def main(epochs: int = EPOCHS) -> int:
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     workers = 4 if num_cores() >= 4 else 2
-    runs = [("auto", 1, 1), *((strategy, workers, 1) for strategy in (*STRATEGIES, *SERVED))]
+    runs = [("auto", 1, 1), *((strategy, workers, 1) for strategy in (*STRATEGIES, *SERVED, *LOCAL))]
     runs += [(strategy, workers, SLOWNESS) for strategy in UNEVEN]
     console.print(
         f"A small convolutional net learns 1,500 handwritten digits, {epochs} epochs each time:\n"
@@ -146,7 +149,7 @@ def _run(
     if launcher.returncode:
         tail = "".join(f"  {line}" for line in said[-TAIL_LINES:]).rstrip()
         return None, f"{strategy} with {size} ended with exit code {launcher.returncode}:\n{tail}"
-    return json.loads(path.read_text()), ""
+    return {**json.loads(path.read_text()), "strategy": strategy}, ""
 
 
 def _print_results(results: list[Result], console: Console) -> None:
@@ -175,9 +178,14 @@ def _print_results(results: list[Result], console: Console) -> None:
     console.print()
     console.print(table)
     engine = f"; {UNKNOWN} the engine does not count" if any(row["strategy"] == "engine" for row in results) else ""
+    ring = next((row["bytes_per_step"] for row in results if row["strategy"] == "ring"), 0)
+    rare = [
+        f"{row['strategy']} {row['bytes_per_step'] / ring:.0%}" for row in results if row["strategy"] in LOCAL and ring
+    ]
+    against = f"\nbytes against the ring's: {', '.join(rare)}" if rare else ""
     console.print(
         f"time waiting: share of training spent on communication, or waiting for it\nbytes per step: sent by each "
-        f"worker, on average{engine}\npeak memory: of a worker\n",
+        f"worker, on average{engine}{against}\npeak memory: of a worker\n",
         style="dim",
     )
 
@@ -258,7 +266,6 @@ def worker(path: str, epochs: int, slowness: int) -> None:
     peak = hora.all_reduce(torch.tensor([_peak_bytes()], dtype=torch.float64), "max").item()
     if job.rank == 0:
         result = {
-            "strategy": job.strategy.spell(),
             "workers": job.size,
             "slowness": slowness,
             "samples_per_s": sums[4],

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -32,10 +32,13 @@ from .launch.meeting import Meeting, meet
 from .progress import Progress
 from .roster import Roster
 from .server.access import Access
-from .strategies import PS, Auto, Engine, Strategy
+from .strategies import PS, Auto, Engine, LocalSGD, Strategy
 from .strategies.sync import Traffic
 from .training import Training, several
 from .world import World
+
+if TYPE_CHECKING:
+    from .serve.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ class Job:
     """One process's part in the run. Made by `hora.init()`; closed at exit, or by `close()`.
 
     `rank` and `size` count the workers, `local_rank` those on this host; `group` is all of them together. In a server
-    `rank` is None and `group` is itself alone; it is captured in `prepare`.
+    or a predictor `rank` is None and `group` is itself alone; it is captured in `prepare`.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Job:
         on_nonfinite: str | None = None,
         access: Access | None = None,
     ) -> None:
-        # In a server it is None, which no user's code sees after `prepare`: whoever counts on a number is a worker.
+        # Elsewhere it is None, which no user's code sees after `prepare`: whoever counts on a number is a worker.
         self.rank: int = identity.rank if identity.role == "worker" else None  # type: ignore[assignment]
         self.size = identity.size
         self.local_rank = identity.local_rank
@@ -93,6 +96,8 @@ class Job:
         self._member = Member(identity.role, identity.rank, socket.gethostname(), os.getpid())
         self._joined = identity.joined
         self._apart = False  # the workers of the launch are no longer all there
+        self._serving = identity.serve
+        self._publisher: Publisher | None = None
         meeting.control.listen(self._hear)
 
     def _hear(self, event: Event) -> None:
@@ -104,7 +109,7 @@ class Job:
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU (ranks beyond their number share), or the CPU, where servers are at home."""
+        """This rank's GPU (ranks beyond their number share), or the CPU, where servers and predictors are at home."""
         if self.role == "worker" and torch.cuda.is_available():
             return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         return torch.device("cpu")
@@ -129,26 +134,75 @@ class Job:
 
     # -- training ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, model: Any, optimizer: Any, *, scheduler: Any = None, scaler: Any = None) -> None:
+    def prepare(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        predict: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
         """From now on the workers train this model together, as the strategy says. Collective, once.
 
         The objects stay what they are: nothing is wrapped or renamed, and the loop is written as for one process. All
         workers start from rank 0's parameters and buffers. Where there are several models or optimizers, give lists.
         A `scheduler` given here is saved with checkpoints; with a `scaler` a step that overflows on one worker is
-        skipped on all. A server serves in here until the workers have left, and then ends.
+        skipped on all. A predictor answers with `predict(model, inputs)`, or without it with the model itself. A server
+        serves in here until the workers have left, and then ends; so does a predictor.
         """
+        if predict is not None and not callable(predict):
+            raise ValueError(f"job.prepare: predict must be a function of model and inputs, not {predict!r}")
         if self.role == "server":
             self._serve(model, optimizer)
+        if self.role == "predictor":
+            self._answer(model, optimizer, predict)
         self.training.prepare(model, optimizer, scheduler, scaler)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Rank 0 notes what the model takes; and in a run with a predictor parameters are shown to it."""
+        from .serve.publisher import Publisher, note_signature
+
+        training = self.training
+        assert training.sync is not None
+        if self._serving is not None:
+            control, token = self._meeting.control, self._meeting.token
+            publisher = self._publisher = Publisher(self._serving, training.rank, training.sync, control, token)
+            training.show = lambda at_once: publisher.show(training.step, at_once)
+
+        def sign(signature: bytes) -> None:
+            training.signature = signature
+            if self._publisher is not None:
+                self._publisher.sign(signature)
+
+        if training.rank == 0:
+            note_signature(training.models[0], sign)
+
+    def _answer(self, model: Any, optimizer: Any, predict: Callable[[Any, Any], Any] | None) -> NoReturn:
+        from .serve import host
+
+        models, optimizers = several("model", model, torch.nn.Module), several("optimizer", optimizer, Optimizer)
+        assert self._serving is not None
+        roster = Roster(models, optimizers)
+        if self._serving.checkpoint:
+            host.serve_checkpoint(self._serving, roster, predict)
+        else:
+            ps = (self.strategy, self._access) if isinstance(self.strategy, PS) and self._access is not None else None
+            newest = self._serving.source == "newest"
+            run = host.Run(self._meeting.control, self._meeting.token, self.size if newest else 1, ps)
+            host.serve(self._serving, roster, predict, run)
+        raise SystemExit(0)
 
     def _serve(self, model: Any, optimizer: Any) -> NoReturn:
         from .server.host import serve
 
-        assert isinstance(self.strategy, PS) and self._access is not None
+        assert isinstance(self.strategy, PS | LocalSGD) and self._access is not None
         models, optimizers = several("model", model, torch.nn.Module), several("optimizer", optimizer, Optimizer)
         try:
             with torch.no_grad():
-                serve(self._access, Roster(models, optimizers), self.strategy.rules(), self.strategy.block_bytes)
+                roster = Roster(models, self.strategy.served(optimizers))
+                serve(self._access, roster, self.strategy.rules(), self.strategy.block_bytes)
         except ValueError:  # of this model and these servers: all find the same, and one says it
             if self._access.rank == 0:
                 raise
@@ -178,7 +232,7 @@ class Job:
         Where workers do not step together (ps:mode=async and ssp), each takes the next `batch_size` samples that nobody
         has. With `source` only that rank's `data` counts: it hands the samples out to the others.
         """
-        if self.role == "server":  # it is captured before it could read any
+        if self.role != "worker":  # it is captured before it could read any
             data, source = ([] if source is not None else data), None
         made = shard(
             data,
@@ -255,7 +309,9 @@ class Job:
         A worker that joins a run has its parameters from the servers, and restores nothing."""
         if self._joined:
             return None
-        return saving.restore(self.training, self.group, os.fspath(directory))
+        step = saving.restore(self.training, self.group, os.fspath(directory))
+        self.training.show(True)
+        return step
 
     def close(self) -> None:
         """Leaves the run. Called at exit; calling it again does nothing."""
@@ -265,15 +321,18 @@ class Job:
         self._closed = True
         if _current is self:
             _current = None
-        if not self._failed:
+        if not self._failed and self.role == "worker":
             self._progress.close(self.training)
             self.training.conclude(self._progress.used)
         self._desk.close(**({"linger_s": 0.0} if self._failed else {}))
         if not self._failed:
             self.training.depart()
+            self.training.show(True)
             with contextlib.suppress(HoraError):
                 self._meeting.control.leave()
             self.training.linger()
+        if self._publisher is not None:
+            self._publisher.close(well=not self._failed)
         self._world.close()
         service = self._meeting.service
         if service is not None:
@@ -317,9 +376,12 @@ def init(
     if on_nonfinite not in (None, "raise", "skip"):
         raise ValueError(f"on_nonfinite={on_nonfinite!r} is unknown; there are: raise, skip")
     chosen = _choose(strategy, identity)
+    if chosen.uses_servers and identity.rate_bytes_per_s is not None:
+        raise ValueError("HORA_RATE_BYTES_PER_S holds for what workers send to each other; servers would not heed it")
     limit = identity.timeout_s or timeout_s or TIMEOUT_S
     meeting = meet(identity)
-    member = Member(identity.role, identity.rank, socket.gethostname(), os.getpid())
+    role = "worker" if identity.launcher == "alone" else identity.role  # alone, nobody else would form the run
+    member = Member(role, identity.rank, socket.gethostname(), os.getpid())
     reply = meeting.control.join(member, f"torch {torch.__version__}", limit, identity.size, identity.servers or 0)
     if identity.role != "worker" or identity.joined:  # it takes no part in the workers' collectives
         world = _own_world(member, limit)
@@ -331,6 +393,7 @@ def init(
             reply.generation,
             meeting.token,
             bind=identity.bind,
+            rate_bytes_per_s=identity.rate_bytes_per_s,
             timeout_s=limit,
             transport=transport,
             algorithm=chosen.algorithm,

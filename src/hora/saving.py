@@ -72,7 +72,7 @@ def save(training: Training, group: Group, directory: str, strategy: str, keep: 
     return path
 
 
-def restore(training: Training, group: Group, directory: str, strategy: str) -> int | None:
+def restore(training: Training, group: Group, directory: str) -> int | None:
     """Collective. The step of the newest valid checkpoint, whose state everybody now has; None if there is none."""
     sync = training.sync
     if sync is None:
@@ -96,8 +96,7 @@ def restore(training: Training, group: Group, directory: str, strategy: str) -> 
     _check_model(wanted, files["model"], record, training)
     buffers = {name: files["model"].get(BUFFER + name, own) for name, own in sync.roster.buffers.items()}
     sync.steps = int(record["step"])
-    theirs = record["strategy"].partition(":")[0] == strategy.partition(":")[0]
-    extra = _read(group, found, "strategy") if theirs and record.get("extra") else {}
+    extra = _read(group, found, "strategy") if record.get("extra") else {}
     sync.reload({name: files["model"][name] for name in parameters}, buffers, extra)
     sync.load_states(checkpoint.decode(record["optimizers"], files["optimizer"]))
     for optimizer, groups in zip(training.optimizers, record["groups"], strict=True):

@@ -22,6 +22,7 @@ from .collectives.base import Group
 from .coordinator import Control, Event, Member
 from .errors import HoraError, OutOfMemory, PeerLost
 from .transport import Circle, Lounge, MemoryTransport, Transport, futex
+from .transport.allowance import Allowance
 from .transport.engine import open_engine
 from .transport.passing import Passing
 from .transport.shm import ShmTransport
@@ -44,7 +45,8 @@ class World:
     """Collective: every rank of the run makes one with the same arguments.
 
     `control` has joined already; `members` are in order of rank. `lounge` is where ranks that are threads of one
-    process meet; without it a world of one has its own.
+    process meet; without it a world of one has its own. With `rate_bytes_per_s` each rank sends no faster than that,
+    to all others together: its links are TCP then, also on one host.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class World:
         token: bytes,
         *,
         bind: str = "127.0.0.1",
+        rate_bytes_per_s: float | None = None,
         timeout_s: float = 1800.0,
         transport: str = "auto",
         algorithm: str = "auto",
@@ -73,6 +76,7 @@ class World:
         self.generation = generation
         self.token = token
         self.bind = bind
+        self.rate_bytes_per_s = rate_bytes_per_s
         self.timeout_s = timeout_s
         self.algorithm = algorithm
         self.backend = backend
@@ -101,7 +105,8 @@ class World:
     # -- groups ------------------------------------------------------------------------------------------------------
 
     def _found(self, circle: Circle, kind: str) -> Group:
-        if kind == "auto" and self._lounge is None and self._one_host(circle):
+        near = self._lounge is None and self.rate_bytes_per_s is None  # memory is no link, so it has no rate
+        if kind == "auto" and near and self._one_host(circle):
             try:
                 return self._gather(circle, "shm")
             except OutOfMemory as problem:
@@ -150,6 +155,8 @@ class World:
         """Collective among the circle: a transport of that kind; 'auto' means TCP here."""
         if self._lounge is not None and kind in ("auto", "memory"):
             return MemoryTransport(circle, self._lounge)
+        if self.rate_bytes_per_s is not None and kind not in ("auto", "tcp"):
+            raise ValueError(f"a rate limit holds for the tcp transport; {kind} would not heed it")
         if kind == "memory":
             raise ValueError("the memory transport joins threads of one process, not processes")
         if kind.startswith("engine"):
@@ -211,7 +218,8 @@ class World:
 
     def _open_port(self) -> Port:
         if self._port is None:
-            self._port = Port(self.token, self.bind)
+            allowance = Allowance(self.rate_bytes_per_s) if self.rate_bytes_per_s is not None else None
+            self._port = Port(self.token, self.bind, allowance)
             host, port = self._port.address
             self.control.put(f"g{self.generation}/tcp/{self.rank}", f"{host} {port}".encode())
         return self._port

@@ -248,3 +248,35 @@ def test_a_visitor_may_read_what_members_have_put() -> None:
     assert reply(out, 50).value == b"v"
     assert [(m.role, m.rank) for m in reply(coordinator.handle(50, Roll(id=5), 0.0), 50).members] == [("worker", 0)]
     assert "joined already" in reply(coordinator.handle(50, joining("worker", 0), 0.0), 50).error
+
+
+# -- the predictor -----------------------------------------------------------------------------------------------------
+
+
+def test_a_predictor_is_answered_when_the_run_has_formed_and_is_not_waited_for() -> None:
+    coordinator = Coordinator(2)
+    assert coordinator.handle(70, joining("predictor", 0), 0.0) == []
+    coordinator.handle(0, joining("worker", 0), 0.0)
+    out = coordinator.handle(1, joining("worker", 1), 0.0)
+    assert coordinator.generation == 1 and reply(out, 70).error == ""
+    late = formed(2)
+    out = late.handle(70, joining("predictor", 0), 0.0)
+    assert [to for to, _ in out] == [70] and late.generation == 1, "nobody hears of it, and nothing counts it"
+
+
+def test_a_predictor_hears_of_workers_and_nobody_hears_of_its_end() -> None:
+    coordinator = formed(2)
+    coordinator.handle(70, joining("predictor", 0), 0.0)
+    assert heard(coordinator.died("predictor", 0, "killed by SIGKILL")) == set()
+    assert coordinator.generation == 1
+    coordinator.handle(71, joining("predictor", 0), 0.0)
+    assert (71, "left", "worker 1") in heard(coordinator.handle(1, Leave(id=1), 0.0))
+    assert coordinator.handle(71, Leave(id=3), 0.0) == [(71, Reply(id=3))]
+
+
+def test_a_predictor_that_dies_before_the_run_has_formed_holds_nobody_up() -> None:
+    coordinator = Coordinator(2)
+    coordinator.handle(0, joining("worker", 0), 0.0)
+    assert coordinator.died("predictor", 0, "exit code 1") == []
+    coordinator.handle(1, joining("worker", 1), 0.0)
+    assert coordinator.generation == 1

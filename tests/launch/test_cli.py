@@ -34,7 +34,7 @@ RUN = ["run", "-n", "2"]
         ),
         (
             [*RUN, "--strategy", "rong", "hello.py"],
-            "hora run: unknown strategy 'rong'; there are: auto, engine, halving",
+            "hora run: unknown strategy 'rong'; there are: auto, diloco, engine",
         ),
         ([*RUN, "--strategy", "ring:x=1", "hello.py"], "strategy 'ring' has no option 'x'"),
         ([*RUN, "--strategy", "ring", "--servers", "2", "hello.py"], "--servers 2: strategy 'ring' uses none"),
@@ -54,7 +54,7 @@ RUN = ["run", "-n", "2"]
             "hora bench allreduce: --sizes takes sizes as 4K,64K,1M, not '7Q'",
         ),
         (["bench", "nothing"], "hora bench: no such command 'nothing'; there are: allreduce"),
-        (["runn"], "hora: no such command 'runn'; there are: run, explain, bench, demo"),
+        (["runn"], "hora: no such command 'runn'; there are: run, serve, explain, bench"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(

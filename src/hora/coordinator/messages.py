@@ -35,7 +35,8 @@ class Request(msgspec.Struct, tag_field="do", kw_only=True):
 class Join(Request, tag="join"):
     """Answered once all workers and servers of the run are there, with the members: workers, then servers, by rank.
 
-    A visitor (that role) is answered at once. It only looks: nobody hears of it, and it hears of nothing.
+    A predictor (that role) is answered then too, but not waited for, and nobody hears of it. A visitor (that role) is
+    answered at once. It only looks: nobody hears of it, and it hears of nothing.
     """
 
     member: Member

@@ -40,7 +40,7 @@ MAX_KEYS = 100_000
 MAX_JOINERS = 1024  # that one Reserve may ask for
 DISCONNECT_GRACE_S = 0.3  # the launcher knows a dead child's signal; it gets this long to say it first
 
-COUNTED = ("worker", "server")  # the roles whose members a run waits for
+COUNTED = ("worker", "server")  # the roles whose members a run waits for; nobody hears of the others, who hear of all
 VISITOR = "visitor"  # the role of one who only looks
 
 Out = list[tuple[int, AnyAnswer]]
@@ -199,6 +199,8 @@ class Coordinator:
             self._by_connection = {c: k for c, k in self._by_connection.items() if k != key}
         self._seats[key] = _Seat(member, connection)
         self._by_connection[connection] = key
+        if self.generation and member.role not in COUNTED:
+            return [(connection, Reply(id=request.id, members=tuple(self.alive), generation=self.generation))]
         if self.generation:
             self.generation += 1
             out += self._to_all(self._event("joined", key=key, text="again" if again else ""))
@@ -285,6 +287,8 @@ class Coordinator:
         self._loans = {name: loan for name, loan in self._loans.items() if loan.holder != key}
         if key[0] == "worker":
             self.book.gone(key[1])
+        if key[0] not in COUNTED:
+            return []
         if self.generation and was_there:
             self.generation += 1
         out = self._to_all(self._event(state, key=key, text=reason), but=seat.connection)

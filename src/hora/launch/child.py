@@ -8,7 +8,7 @@ import signal
 import subprocess
 
 from .codes import ECHO_EXIT
-from .output import Stream
+from .output import Stream, seat_name
 from .tracebacks import exception_of, last_traceback
 
 _READ_BYTES = 1 << 16
@@ -57,7 +57,6 @@ class Child:
 
     @property
     def name(self) -> str:
-        """As `rank 2` or `server 0`."""
         return seat_name(self.role, self.rank)
 
     @property
@@ -137,10 +136,6 @@ class Child:
     @property
     def exception(self) -> str:
         return exception_of(self.traceback())
-
-
-def seat_name(role: str, rank: int) -> str:
-    return f"{'rank' if role == 'worker' else role} {rank}"
 
 
 def signal_name(number: int) -> str:

@@ -1,15 +1,20 @@
-"""The command line: `hora run`, `explain`, `bench`, `demo`, `show`. Each command imports only what it needs."""
+"""The command line: `hora run`, `serve`, `explain`, `bench`, `demo`, `show`. Each imports only what it needs."""
 
 from __future__ import annotations
 
 import difflib
+import pathlib
 import re
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from . import codes
+
+if TYPE_CHECKING:
+    from hora.serve.config import ServeConfig
 
 _RUN_HELP = """Start N processes of one script on this machine and see them to their end.
 
@@ -19,11 +24,14 @@ _RUN_HELP = """Start N processes of one script on this machine and see them to t
   hora run -n 2 -m package.train --lr 0.1
   hora run -n 4 --strategy ps:mode=async --servers 2 --name mnist-3 train.py
   hora run --join mnist-3 train.py
+  hora run -n 4 --serve 8000 train.py
 
 Everything after the script is the script's own, --help and -n included. Each line that a rank writes appears as
-"[rank] line", one of a server as "[server 0] line", on stdout or stderr as it was written. The first failure is printed
-last. Ctrl-C stops all ranks within 3 seconds; a second one, at once. Under ps:mode=async and ps:mode=ssp a rank that is
-lost is named and the others go on.
+"[rank] line", one of a server as "[server 0] line", of the predictor as "[predictor] line", on stdout or stderr as it
+was written. The first failure is printed last. Ctrl-C stops all ranks within 3 seconds; a second one, at once. Under
+ps:mode=async and ps:mode=ssp a rank that is lost is named and the others go on. With --serve one process more runs the
+same script and answers predictions over HTTP with the newest parameters while the others train; however it ends, the
+training goes on.
 """
 
 _RUN_EPILOG = f"""\b
@@ -124,6 +132,44 @@ def hora(ctx: click.Context) -> None:
     "mnist-3. Strategy and servers are the run's own.",
 )
 @click.option(
+    "--serve",
+    metavar="[HOST:]PORT",
+    help="Answer predictions while training, e.g. --serve 8000, and then curl -d '{\"inputs\": [[1, 2]]}' "
+    "127.0.0.1:8000/predict. Without HOST only this machine reaches it; --serve 0.0.0.0:8000 for others; port 0: one "
+    "that is free.",
+)
+@click.option(
+    "--serve-from",
+    type=click.Choice(["average", "newest"]),
+    help="Under local and diloco: the last average of all workers, or the freshest worker's own parameters within the "
+    "round, e.g. --serve-from newest. Without it: average.",
+)
+@click.option(
+    "--serve-every",
+    metavar="WHEN",
+    help="When a worker shows its parameters to the predictor, where no round does: after every step, a number of "
+    "steps, or a time, e.g. --serve-every step, --serve-every 10, --serve-every 0.5s. Without it: 1s.",
+)
+@click.option(
+    "--serve-after",
+    is_flag=True,
+    help="Go on answering after the training, until Ctrl-C, e.g. --serve 8000 --serve-after.",
+)
+@click.option(
+    "--serve-host",
+    "serve_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name by which the predictor may be asked, besides its address; may be given again, e.g. --serve-host "
+    "gpu1.example.org.",
+)
+@click.option(
+    "--serve-batch",
+    metavar="ROWS,MS",
+    help="Requests are answered together, so many rows at most, and the first waits so many milliseconds for others, "
+    "e.g. --serve-batch 256,5. Without it: 64,2.",
+)
+@click.option(
     "--max-steps",
     type=_Whole(),
     metavar="N",
@@ -133,7 +179,7 @@ def hora(ctx: click.Context) -> None:
     "--log-dir",
     metavar="DIR",
     help="Also keep each rank's output, byte for byte, in DIR/rank-0.out and DIR/rank-0.err, and a server's in "
-    "DIR/server-0.out and .err, e.g. --log-dir logs.",
+    "DIR/server-0.out and .err, the predictor's in DIR/predictor.out and .err, e.g. --log-dir logs.",
 )
 @click.option(
     "--timeout-s",
@@ -172,6 +218,12 @@ def run(
     strategy: str | None,
     servers: int | str | None,
     join: str | None,
+    serve: str | None,
+    serve_from: str | None,
+    serve_every: str | None,
+    serve_after: bool,
+    serve_hosts: tuple[str, ...],
+    serve_batch: str | None,
     max_steps: int | None,
     log_dir: str | None,
     timeout_s: float | None,
@@ -194,6 +246,16 @@ def run(
             size=size,
             servers=servers,
             join=join,
+            serve=_serving(
+                serve,
+                command,
+                module,
+                hosts=serve_hosts,
+                batch=serve_batch,
+                source=serve_from,
+                every=serve_every,
+                after=serve_after,
+            ),
             strategy=parse(strategy) if strategy is not None else None,
             timeout_s=timeout_s,
             max_steps=max_steps,
@@ -204,6 +266,105 @@ def run(
             color=color,
         )
         return local.run(config) if join is None else joining.join(config)
+    except ValueError as error:
+        raise click.UsageError(str(error), ctx) from None
+
+
+def _serving(
+    address: str | None,
+    command: tuple[str, ...],
+    module: bool,
+    *,
+    hosts: tuple[str, ...] = (),
+    batch: str | None = None,
+    source: str | None = None,
+    every: str | None = None,
+    after: bool = False,
+    checkpoint: str = "",
+) -> ServeConfig | None:
+    """What the flags say of a predictor; None if there is none. ValueError for a flag that would do nothing."""
+    from hora.serve.config import ServeConfig, address_of, batch_of
+
+    given = {"from": source, "every": every, "after": after, "host": hosts, "batch": batch}
+    if address is None:
+        for flag, value in given.items():
+            if value:
+                raise ValueError(f"--serve-{flag} does nothing without --serve; e.g. --serve 8000")
+        return None
+    host, port = address_of(address)
+    rows, wait_ms = batch_of(batch) if batch is not None else (ServeConfig.max_batch, ServeConfig.max_wait_ms)
+    what = command[0] if command else "model"
+    return ServeConfig(
+        host=host,
+        port=port,
+        hosts=hosts,
+        every=every or ServeConfig.every,
+        source=source or ServeConfig.source,
+        after=after,
+        max_batch=rows,
+        max_wait_ms=wait_ms,
+        name=what.rpartition(".")[2] if module else pathlib.PurePath(what).stem,
+        checkpoint=checkpoint,
+    )
+
+
+_SERVE_HELP = """Answer predictions over HTTP with a saved model.
+
+\b
+  hora serve checkpoints train.py
+  hora serve --port 0.0.0.0:8000 checkpoints/step-400 train.py --width 256
+
+CHECKPOINT is where job.save wrote, of which the newest valid one is taken, or one step-N inside. SCRIPT is the script
+that saved it, with the same arguments: it runs as far as job.prepare(model, optimizer), and what it gave there answers.
+Ctrl-C ends it, with exit code 0.
+"""
+
+
+@hora.command(
+    "serve", help=_SERVE_HELP, context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]"
+)
+@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.option(
+    "--port",
+    "address",
+    metavar="[HOST:]PORT",
+    default="8000",
+    help="Where to listen, e.g. --port 9000, --port 0.0.0.0:8000; port 0: one that is free. Without it: 8000, "
+    "for this machine only.",
+)
+@click.option(
+    "--serve-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name by which it may be asked, besides its address; may be given again, e.g. --serve-host "
+    "gpu1.example.org.",
+)
+@click.option(
+    "--serve-batch",
+    "batch",
+    metavar="ROWS,MS",
+    help="Rows of a batch at most, and how many milliseconds the first waits for others, e.g. --serve-batch 256,5. "
+    "Without it: 64,2.",
+)
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as for python -m, e.g. -m package.train.")
+@click.argument("command", metavar="SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def serve_checkpoint(
+    ctx: click.Context,
+    checkpoint: str,
+    address: str,
+    hosts: tuple[str, ...],
+    batch: str | None,
+    module: bool,
+    command: tuple[str, ...],
+) -> int:
+    from . import saved
+
+    try:
+        serving = _serving(address, command, module, hosts=hosts, batch=batch, checkpoint=checkpoint)
+        assert serving is not None
+        saved.serve(serving, command, module)
     except ValueError as error:
         raise click.UsageError(str(error), ctx) from None
 
@@ -238,6 +399,7 @@ def bench(ctx: click.Context) -> None:
       hora bench train -n 2 --model mlp
       hora bench ps -n 2 --servers 1
       hora bench staleness --plot staleness.png
+      hora bench local -n 4 --rates 100mbit
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -392,6 +554,104 @@ def staleness(seeds: int, json_path: str | None, plot_path: str | None) -> int:
     from hora.bench.staleness import main as sweep
 
     return sweep(seeds, json_path, plot_path)
+
+
+@bench.command()
+@click.option("-n", "size", type=_Whole(), default=2, help="How many workers, e.g. -n 4. Without it: 2.")
+@click.option(
+    "--task",
+    "tasks",
+    type=click.Choice(["digits", "gpt"]),
+    multiple=True,
+    help="What is learnt; may be given again, e.g. --task digits. Without it: both.",
+)
+@click.option("--seeds", type=_Whole(), help="Models of each, e.g. --seeds 5. Without it: 3 for digits, 1 for gpt.")
+@click.option("--sweep", is_flag=True, help="Try four learning rates for each strategy instead, e.g. --sweep.")
+@click.option("--quick", is_flag=True, help="64 steps and one seed: only to see that it works, e.g. --quick.")
+@click.option(
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+)
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw the curves, e.g. --plot out.png.")
+def quality(
+    size: int,
+    tasks: tuple[str, ...],
+    seeds: int | None,
+    sweep: bool,
+    quick: bool,
+    json_path: str | None,
+    plot_path: str | None,
+) -> int:
+    """What Local SGD and DiLoCo reach in the same number of samples as the ring, and how little they send.
+
+    \b
+      hora bench quality -n 2 --plot quality.png
+    """
+    from hora.bench.quality import main as measure
+
+    if seeds is not None and (sweep or quick):
+        raise click.UsageError("--sweep and --quick have one seed of their own; leave --seeds out")
+    return measure(size, tasks or ("digits", "gpt"), json_path, plot_path, seeds=seeds, quick=quick, sweep=sweep)
+
+
+@bench.command()
+@click.option("-n", "size", type=_Whole(), default=4, help="How many workers, e.g. -n 2. Without it: 4.")
+@click.option(
+    "--rates",
+    default="100mbit,1gbit",
+    metavar="RATES",
+    help="How fast each worker's link is, both ways, e.g. --rates 50mbit. Without it: 100mbit,1gbit.",
+)
+@click.option(
+    "--model",
+    type=click.Choice(["mlp", "gpt", "cnn"]),
+    default="mlp",
+    help="What is trained, e.g. --model gpt. Without it: mlp.",
+)
+@click.option("--repeats", type=_Whole(), default=3, help="Measurements of each, e.g. --repeats 5. Without it: 3.")
+@click.option(
+    "--only",
+    metavar="NAMES",
+    help='Measure only these, any strategy among them, e.g. --only "no communication,ring,diloco:every=64,wire=int8".',
+)
+@click.option(
+    "--all", "everything", is_flag=True, help="Measure further strategies and options too, e.g. --rates 100mbit --all."
+)
+@click.option(
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+)
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
+def local(
+    size: int,
+    rates: str,
+    model: str,
+    repeats: int,
+    only: str | None,
+    everything: bool,
+    json_path: str | None,
+    plot_path: str | None,
+) -> int:
+    """Samples/s and bytes on the wire over slow links: the ring, local SGD, DiLoCo, DDP on Gloo, and no communication.
+
+    As root the workers live in network namespaces whose links the kernel slows down; elsewhere Hora's transport limits
+    itself, and the table says so.
+
+    \b
+      hora bench local --rates 100mbit --json out.jsonl --plot out.png
+    """
+    from hora.bench import links
+    from hora.bench import local as rounds
+
+    if only is not None and everything:
+        raise click.UsageError("--only and --all contradict each other; give one of them")
+    wanted = rounds.names(only) if only is not None else rounds.DEFAULT + (rounds.FURTHER if everything else ())
+    speeds = [part.strip() for part in rates.split(",")]
+    try:
+        those = [rounds.contestant(name) for name in dict.fromkeys(wanted)]
+        for speed in speeds:
+            links.bits_per_s(speed)
+        return rounds.main(size, those, speeds, model, repeats, json_path, plot_path)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 @hora.command()

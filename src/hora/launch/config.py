@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable
 
+from hora.serve.config import ServeConfig
 from hora.strategies import KNOWN, Strategy
 
 from .environment import COLOCATED
@@ -42,6 +43,7 @@ class RunConfig:
     log_dir: str | None = None
     color: str = "auto"
     join: str | None = None
+    serve: ServeConfig | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -51,6 +53,7 @@ class RunConfig:
         if self.join is not None:
             self._check_join()
         self._check_servers()
+        self._check_serve()
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise ValueError(
                 f"--timeout-s takes a number of seconds above 0, not {self.timeout_s:g}; e.g. --timeout-s 120"
@@ -74,6 +77,7 @@ class RunConfig:
             "--timeout-s": self.timeout_s,
             "--max-steps": self.max_steps,
             "--bind": None if self.bind == LOOPBACK else self.bind,
+            "--serve": self.serve,
         }
         for flag, value in given.items():
             if value is not None:
@@ -88,13 +92,23 @@ class RunConfig:
                 "e.g. --servers 2"
             )
         if not (self.strategy and self.strategy.uses_servers):
-            able = [name for name, kind in sorted(KNOWN.items()) if kind.uses_servers]
+            able = [name for name, kind in sorted(KNOWN.items()) if kind.may_use_servers]
             chosen = f"strategy {self.strategy.name!r} uses none" if self.strategy else "no --strategy was given"
             raise ValueError(f"--servers {self.servers}: {chosen}; with servers there are: {', '.join(able)}")
         if isinstance(self.servers, int) and self.size + self.servers > MAX_RANKS:
             raise ValueError(
                 f"-n {self.size} and --servers {self.servers} are {self.size + self.servers} processes; a run has "
                 f"{MAX_RANKS} at most"
+            )
+
+    def _check_serve(self) -> None:
+        if self.serve is None or self.serve.source != "newest" or self.strategy is None:
+            return
+        if not self.strategy.uses_rounds:
+            able = [name for name, kind in sorted(KNOWN.items()) if kind.uses_rounds]
+            raise ValueError(
+                f"--serve-from newest: strategy {self.strategy.name!r} has no rounds, within which a worker could be "
+                f"ahead of the others; with rounds there are: {', '.join(able) or 'none'}"
             )
 
     def argv(self) -> list[str]:

@@ -12,6 +12,8 @@ import math
 import os
 from collections.abc import Mapping
 
+from ..serve.config import ServeConfig
+
 COLOCATED = "colocated"  # servers that live in the workers' processes
 PID = "HORA_PID"  # set once a process has taken its rank: children inherit it and must not take the rank again
 
@@ -40,10 +42,12 @@ class Identity:
     timeout_s: float | None = None
     max_steps: int | None = None
     bind: str = "127.0.0.1"
+    rate_bytes_per_s: float | None = None  # what a rank may send, where links are to be like slower ones
     token_fd: int | None = None
     token_file: str = ""
     scratch: str = ""
     history: str = ""  # a folder for what servers did, for those who check them
+    serve: ServeConfig | None = None  # the run has a predictor; or, alone, this process is one, of a checkpoint
 
     @property
     def one_host(self) -> bool:
@@ -59,14 +63,18 @@ def read(environ: Mapping[str, str] | None = None) -> Identity:
             identity = _with_settings(found, env)
             _check_rank(identity)
             return identity
-    return _with_settings(Identity(), env)
+    identity = _with_settings(Identity(), env)
+    alone = identity.serve is not None and identity.serve.checkpoint
+    return dataclasses.replace(identity, role="predictor") if alone else identity
 
 
 def _check_rank(identity: Identity) -> None:
     """Workers count against the size, except those that joined later; servers against the servers."""
     role = "rank" if identity.role == "worker" else identity.role
     count: int | None = identity.size
-    if identity.role == "server":
+    if identity.role == "predictor":
+        count = 1
+    elif identity.role == "server":
         count = identity.servers
         if count is None:
             raise ValueError("HORA_ROLE is server, but HORA_SERVERS does not say how many servers there are")
@@ -164,11 +172,13 @@ def _with_settings(identity: Identity, env: Mapping[str, str]) -> Identity:
         servers=servers,
         colocated=colocated,
         strategy=env.get("HORA_STRATEGY"),
-        timeout_s=_seconds(env, "HORA_TIMEOUT_S"),
+        timeout_s=_positive(env, "HORA_TIMEOUT_S", "seconds"),
+        rate_bytes_per_s=_positive(env, "HORA_RATE_BYTES_PER_S", "bytes per second"),
         max_steps=_int(env, "HORA_MAX_STEPS") if "HORA_MAX_STEPS" in env else None,
         bind=env.get("HORA_BIND", identity.bind),
         token_file=env.get("HORA_TOKEN_FILE", ""),
         history=env.get("HORA_HISTORY", ""),
+        serve=ServeConfig.parse(env["HORA_SERVE"]) if env.get("HORA_SERVE") else None,
     )
 
 
@@ -186,17 +196,17 @@ def _servers(env: Mapping[str, str], launcher: str) -> tuple[int | None, bool]:
     return servers, False
 
 
-def _seconds(env: Mapping[str, str], name: str) -> float | None:
+def _positive(env: Mapping[str, str], name: str, unit: str) -> float | None:
     text = env.get(name)
     if text is None:
         return None
     try:
-        seconds = float(text)
+        value = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{name} takes a number of seconds, not {text!r}")
-    return seconds
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} takes a number of {unit}, not {text!r}")
+    return value
 
 
 def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:

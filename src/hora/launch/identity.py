@@ -24,6 +24,7 @@ NAMES = (
     "HORA_TIMEOUT_S",
     "HORA_MAX_STEPS",
     "HORA_BIND",
+    "HORA_SERVE",
     "HORA_PID",
     "HORA_SCRATCH",
 )
@@ -40,6 +41,7 @@ class Crew:
     servers: int | str | None = None  # a number, colocated, or not told
     first: int = 0  # the rank of the first worker that this launcher starts
     workers: int
+    serves: bool = False  # with a predictor
 
     @property
     def joins(self) -> bool:
@@ -55,7 +57,8 @@ class Crew:
         """The processes to start, in order. Who joins a run finds its servers there."""
         servers = 0 if self.joins else self.num_servers
         workers = range(self.first, self.first + self.workers)
-        return [("worker", rank) for rank in workers] + [("server", rank) for rank in range(servers)]
+        seats = [("worker", rank) for rank in workers] + [("server", rank) for rank in range(servers)]
+        return seats + [("predictor", 0)] * self.serves
 
     @property
     def num_processes(self) -> int:
@@ -66,7 +69,7 @@ class Crew:
 def environment(
     config: RunConfig, crew: Crew, run_id: str, address: tuple[str, int], scratch: str, seat: Seat, token_fd: int
 ) -> dict[str, str]:
-    """The environment of one rank or server: ours, and its identity.
+    """The environment of one rank, server or predictor: ours, and its identity.
 
     An inherited identity is dropped: it belongs to the run that this launcher may itself be a part of. Each process
     gets its share of the cores unless the user set OMP_NUM_THREADS. The token itself is never in here.
@@ -99,6 +102,8 @@ def environment(
         env["HORA_TIMEOUT_S"] = f"{config.timeout_s:g}"
     if config.max_steps is not None:
         env["HORA_MAX_STEPS"] = str(config.max_steps)
+    if config.serve is not None:
+        env["HORA_SERVE"] = config.serve.spell()
     return env
 
 

@@ -33,7 +33,9 @@ def run(config: RunConfig) -> int:
     open_standard_descriptors()
     config, why = _with_servers(config)
     run_id, token = secrets.token_hex(8), secrets.token_bytes(32)
-    crew = Crew(size=config.size, servers=config.servers, workers=config.size)
+    if config.serve is not None:
+        config.serve.check_port()
+    crew = Crew(size=config.size, servers=config.servers, workers=config.size, serves=config.serve is not None)
     screen = Screen(size=config.size, color=config.color)
     with Wake() as wake, contextlib.ExitStack() as undo:
         desk = _serve(config, crew, run_id, token)
@@ -112,4 +114,5 @@ def facts(config: RunConfig, run_id: str) -> dict[str, object]:
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     found = {name: value for name, value in fields.items() if name not in ("name", "join")}
     found["strategy"] = config.strategy.spell() if config.strategy else None
+    found["serve"] = dataclasses.asdict(config.serve) if config.serve else None
     return {"run": run_id, **found, "cwd": os.getcwd(), "host": socket.gethostname(), "pid": os.getpid()}

@@ -272,7 +272,7 @@ class Screen:
             sink.end_line()
 
     def _prefix(self, role: str, rank: int, sink: Sink) -> str:
-        text = f"[{rank:>{self._width}}]" if role == "worker" else f"[{role} {rank}]"
+        text = f"[{rank:>{self._width}}]" if role == "worker" else f"[{seat_name(role, rank)}]"
         return f"\x1b[{_COLORS[rank % len(_COLORS)]}m{text}\x1b[0m " if sink.color else f"{text} "
 
 
@@ -311,8 +311,15 @@ def _same_file(one: int, other: int) -> bool:
 
 
 def log_path(log_dir: str, role: str, rank: int, end: str) -> str:
-    """Where one stream of one process is kept: rank-0.out, server-0.err."""
-    return os.path.join(log_dir, f"{'rank' if role == 'worker' else role}-{rank}.{end}")
+    """Where one stream of one process is kept: rank-0.out, server-0.err, predictor.err."""
+    return os.path.join(log_dir, f"{seat_name(role, rank).replace(' ', '-')}.{end}")
+
+
+def seat_name(role: str, rank: int) -> str:
+    """As `rank 2`, `server 0`, or `predictor`, of which there is one."""
+    if role == "predictor":
+        return role
+    return f"{'rank' if role == 'worker' else role} {rank}"
 
 
 def make_log_dir(path: str | None) -> None:

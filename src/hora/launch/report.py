@@ -8,8 +8,8 @@ import socket
 from collections.abc import Sequence
 
 from . import codes
-from .child import Child, seat_name, signal_name
-from .output import log_path
+from .child import Child, signal_name
+from .output import log_path, seat_name
 from .tracebacks import shorten
 
 TRACEBACK_LINES = 30
@@ -52,10 +52,13 @@ def failed(
 
 def lost(child: Child, step: str) -> str:
     """`child` ended badly, after that step, the last it told, if it is known, and the run goes on without it."""
-    how = f"failed with {child.how}" if child.returncode is not None and child.returncode > 0 else f"was {child.how}"
-    if child.returncode == codes.ECHO_EXIT:
-        how = "lost a rank that it needed"
-    return f"{_who(child)} {how}{f' after step {step}' if step else ''}"
+    return f"{_who(child)} {_how(child)}{f' after step {step}' if step else ''}"
+
+
+def silenced(child: Child, training: bool) -> str:
+    """The predictor ended badly, while `training` was going on or after it."""
+    why = f": {child.exception}" if child.exception else ""
+    return f"the {_who(child)} {_how(child)}{why}; training {'goes on without it' if training else 'had ended'}"
 
 
 def ended(lost: Sequence[str]) -> Outcome:
@@ -80,8 +83,16 @@ def stopped(number: int, *, killed: Sequence[tuple[str, int]]) -> Outcome:
         numbers = sorted({rank for kind, rank in killed if kind == role})
         if numbers:
             names.append(f"{word} {', '.join(map(str, numbers))}")
+    if any(role == "predictor" for role, _ in killed):
+        names.append("predictor")
     text = f"killed what did not stop by itself: {' and '.join(names)}." if names else ""
     return Outcome(code=code, cause=f"stopped by {signal_name(number)}", text=text)
+
+
+def _how(child: Child) -> str:
+    if child.returncode == codes.ECHO_EXIT:
+        return "lost a rank that it needed"
+    return f"failed with {child.how}" if child.returncode is not None and child.returncode > 0 else f"was {child.how}"
 
 
 def _who(child: Child) -> str:

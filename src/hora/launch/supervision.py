@@ -6,7 +6,9 @@ next deadline. What it promises:
     a rank fails       the others are told why at once, have 1 s to end by themselves, get SIGTERM, at 2 s SIGKILL;
                        if the strategy is elastic, all have prepared and another worker is left, the run goes on
     a server fails     the run ends as above, since its parameters are lost with it
-    workers are done   servers end by themselves; 10 s later they get SIGTERM, 2 s after that SIGKILL
+    the predictor does it is named, and the training goes on; nothing that it does ends a run
+    workers are done   servers end by themselves, and the predictor unless it is to stay (--serve-after); 10 s later
+                       they get SIGTERM, 2 s after that SIGKILL
     Ctrl-C, SIGTERM    each rank's main process gets the same; 1.5 s later the groups get SIGTERM, at 2.3 s SIGKILL
     again              SIGKILL at once
     our reader leaves  as SIGTERM
@@ -53,7 +55,7 @@ GIVE_UP_S = 5.0
 
 SERVER_TERM_S = 10.0
 SERVER_KILL_S = 12.0
-"""After the last worker's end: when a server that is still there gets SIGTERM, and when SIGKILL."""
+"""After the last worker's end: when a server or predictor that is still there gets SIGTERM, and when SIGKILL."""
 
 LOOK_S = 0.1
 """How often the launcher looks for the end of workers that joined from elsewhere, once its own have ended."""
@@ -223,6 +225,10 @@ class Launch:
             env = environment(self._config, stage.crew, stage.run_id, self._desk.address, self._scratch, seat, token_fd)
             child = Child(role=role, rank=rank, argv=self._config.argv(), env=env, token_fd=token_fd, out=out, err=err)
         except OSError as error:
+            if role == "predictor":
+                self._screen.say(f"the predictor could not be started: {error.strerror or error}; training goes on")
+                self._seats = [each for each in self._seats if each != seat]
+                return
             self._unstarted = (seat, error)
             self._plan_stop(time.monotonic(), (0.0, signal.SIGTERM), (FAILED_KILL_S, signal.SIGKILL))
             return
@@ -247,7 +253,9 @@ class Launch:
         # Of those that ended together, one that was killed comes before one that failed, as the likelier cause, and a
         # server, which all workers need, before a worker.
         for child in sorted(ended, key=lambda c: (c.echo, (c.returncode or 0) > 0, c.role != "server", c.rank)):
-            if child.returncode == 0 or child in self._dismissed:
+            if child.role == "predictor":
+                self._part_with_predictor(child)
+            elif child.returncode == 0 or child in self._dismissed:
                 if not self._stopping:
                     self._desk.report_exit(child.rank, child.role)
             elif self._asked is None and self._unstarted is None:
@@ -263,7 +271,7 @@ class Launch:
             self._lose(child)
             return
         if not self._stopping:
-            self._others_ran = bool(self._running())
+            self._others_ran = bool(self._running("worker") or self._running("server"))
             self._plan_stop(now, (REACT_S, signal.SIGTERM), (FAILED_KILL_S, signal.SIGKILL))
         if self._cause is not None:
             return
@@ -271,6 +279,19 @@ class Launch:
             self._echo = self._echo or child
         else:
             self._blame(child)
+
+    def _part_with_predictor(self, child: Child) -> None:
+        """However it ended, the run goes on; whether it ever served, it has told under `serving`."""
+        if self._stopping or child in self._dismissed:
+            return
+        if child.returncode:
+            self._report_death(child)
+            child.err.settle()
+            self._screen.say(report.silenced(child, training=bool(self._running("worker") or self._guests())))
+            return
+        self._desk.report_exit(child.rank, child.role)
+        if not self._told("serving"):
+            self._screen.say("the predictor has served nothing: its script ended without job.prepare(model, optimizer)")
 
     def _dispensable(self, child: Child) -> bool:
         """Whether the run goes on without this one. Until rank 0 has said `bound`, in `prepare`, all are needed, except
@@ -330,10 +351,16 @@ class Launch:
             self._plan_stop(now, (0.0, signal.SIGKILL))
             return
         running = self._running()
-        if not running and len(self._children) == len(self._seats) and not self._guests():
+        over = len(self._children) == len(self._seats) and not self._running("worker") and not self._guests()
+        if not running and over:
             return  # it has ended by itself
+        if over and self._running("predictor"):
+            self._screen.say("the predictor closes; training had ended")
+            self._ask_to_stop(running, number, now)
+            return  # what was asked for is what it stayed for, so this is a good end
         self._asked = number
-        numbers = {word: len(self._running(role)) for role, word in (("worker", "rank"), ("server", "server"))}
+        words = (("worker", "rank"), ("server", "server"), ("predictor", "predictor"))
+        numbers = {word: len(self._running(role)) for role, word in words}
         ranks = " and ".join(
             f"the {word}" if number == 1 else f"{number} {word}s" for word, number in numbers.items() if number
         )
@@ -344,7 +371,10 @@ class Launch:
         if not running and self._guests():
             ranks = "the run, which others have joined"
         self._screen.say(f"{why}; stopping {ranks}{again}" if ranks else f"{why} before any rank was started")
-        # Only the main process: what it started is its own to end, and would add its own traceback.
+        self._ask_to_stop(running, number, now)
+
+    def _ask_to_stop(self, running: list[Child], number: int, now: float) -> None:
+        """Only the main process: what it started is its own to end, and would add its own traceback."""
         for child in running:
             child.signal_main(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         self._plan_stop(now, (ASKED_TERM_S, signal.SIGTERM), (ASKED_KILL_S, signal.SIGKILL))
@@ -363,8 +393,10 @@ class Launch:
                     self._killed.append((child.role, child.rank))
 
     def _dismiss(self, now: float) -> None:
-        """Servers end once no worker is left. One that does not is made to, which is no failure but is said."""
-        late = self._running("server")
+        """Servers and the predictor end once no worker is left. One that does not is made to, which is no failure but
+        is said. A predictor that is to stay, stays."""
+        serve = self._config.serve
+        late = self._running("server") + ([] if serve and serve.after else self._running("predictor"))
         workers = len(self._children) < len(self._seats) or self._running("worker") or self._guests()
         if self._stopping or not late or workers:
             return

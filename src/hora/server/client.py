@@ -407,8 +407,8 @@ class Client:
             link.outstanding.clear()
             self._send(link, Drop(step))
 
-    def fill(self, parameter: Callable[[Block], torch.Tensor]) -> None:
-        """The servers take these parameters over."""
+    def fill(self, parameter: Callable[[Block], torch.Tensor], step: int = 0) -> None:
+        """The servers take these parameters over, which are of this step of the job."""
         for link in self.links:
             for parcel in link.part.parcels:
                 if parcel.table is not None:
@@ -416,7 +416,7 @@ class Client:
                 for block, room in zip(parcel.blocks, link.staged[parcel.number], strict=True):
                     room.copy_(parameter(block))
                 payload = None if link.shared else link.gradients.data[parcel.at : parcel.at + parcel.num_bytes]
-                self._send(link, Fill(parcel.number), payload)
+                self._send(link, Fill(parcel.number, step), payload)
                 self._answer(link, Done)
 
     def load(self, server: int, blob: bytes) -> None:

@@ -357,7 +357,7 @@ class Loop:
             raise HoraError(f"rank {number} sent a {type(message).__name__}, which is rank 0's to send")
         elif isinstance(message, Fill):
             values = guest.parameters_of(message)
-            self.server.shelf.fill(self._part.parcels[message.parcel], values)
+            self.server.shelf.fill(self._part.parcels[message.parcel], values, max(0, message.step))
             line.send(Done())
         elif isinstance(message, Load):
             self._load(number, bytes(guest.blob))

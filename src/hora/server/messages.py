@@ -47,7 +47,7 @@ class Begin(Message, tag="begin"):
     `weight` is what the newest backward counts, in whose units the gradients are; `total` is the sum over all `count`
     that piled up. `scale` multiplies the gradient. `hyper` are the optimizers' hyper-parameters, None if they are what
     they were. `present` is how many workers have samples in this batch, `place` (loop, batch) says which. A worker that
-    is not `eligible` has read parameters of two steps.
+    is not `eligible` has read parameters of two steps. `reaches` is the step of the job that it leads to.
     """
 
     step: int
@@ -64,6 +64,7 @@ class Begin(Message, tag="begin"):
     present: int = 0
     place: tuple[int, int] = (0, 0)
     eligible: bool = True
+    reaches: int = 0
 
 
 class Push(Message, tag="push"):
@@ -112,9 +113,10 @@ class Rest(Message, tag="rest"):
 
 
 class Fill(Message, tag="fill"):
-    """The parameters of a parcel, which the server takes over as they are; rank 0 says it."""
+    """The parameters of a parcel, of this step of the job, which the server takes over as they are; rank 0 says it."""
 
     parcel: int
+    step: int = 0
 
 
 class Load(Message, tag="load"):

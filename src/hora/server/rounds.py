@@ -227,6 +227,7 @@ class Rounds:
         assert each.chosen is not None
         each.applied.add(parcel.number)
         if not skipped:
+            self._keeper.shelf.disturb()
             self._keeper.counts.parcels += 1
             self._keeper.counts.lags[0] += 1
             self._keeper.apply(parcel, mean, each.hyper[min(each.chosen)])
@@ -256,6 +257,7 @@ class Rounds:
         self._stopped = self._stop
         self._keeper.counts.updates += not skipped
         self._keeper.counts.skipped += bool(skipped)
+        self._keeper.shelf.rest(None if skipped else each.begins[min(each.chosen)].reaches)
         del self._rounds[step]
         out: Out = []
         if self._rules.backup:

@@ -23,6 +23,7 @@ from .rows import add_up, stays_in_rows
 from .table import Table
 
 LENGTH = struct.Struct("<Q")
+WORD = (1 << 64) - 1
 
 Gradient = torch.Tensor | None
 
@@ -172,13 +173,29 @@ class Shelf:
             room = self._means[block.number] = torch.empty(block.numel, dtype=wide)
         return room
 
-    def fill(self, parcel: Parcel, values: Sequence[torch.Tensor]) -> None:
-        """These are the parameters now."""
-        words = self.memory.words
+    def fill(self, parcel: Parcel, values: Sequence[torch.Tensor], step: int = 0) -> None:
+        """These are the parameters now, of this step of the job; parcels are filled all, in order."""
+        words, origins = self.memory.words, self.memory.origins
+        self.disturb()
         for block, value in zip(parcel.blocks, values, strict=True):
             words[block.number] += 1
             self.flats[block.number].copy_(value)
             words[block.number] += 1
+            origins[block.number] = (words[block.number] // 2 - step) & WORD
+        if parcel.number == max(each.number for each in self.part.parcels if each.table is None):
+            self.rest(step)
+
+    def disturb(self) -> None:
+        """From now on not all blocks are of one step."""
+        self.memory.moment[0] |= 1
+
+    def rest(self, step: int | None) -> None:
+        """Now they are again, of this step of the job; None: of the one before."""
+        moment = self.memory.moment
+        if step is not None:
+            self.disturb()
+            moment[1] = step
+        moment[0] = (moment[0] | 1) + 1
 
     # -- optimizer state -----------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ class Apart(Watching, Sync):
         Sync.__init__(self, roster)
         self._backward = Backward(roster.parameters, roster.names, self)
         self._pile = Pile()
+        self._factor = 1.0  # what evened the pile out at an optimizer's step; for those of others, which come later
         self._absent = False
         self._verdict = Verdict()
 
@@ -37,15 +38,17 @@ class Apart(Watching, Sync):
         if weight != pile.weight and pile:
             if not weight:
                 raise ValueError("job.weight(0) in the middle of an accumulation: leave that backward() out instead")
-            self._multiply(pile.weight / weight)
+            self._multiply(pile.weight / weight, self.roster.parameters)
         pile.weight, pile.expected = weight, expected
 
-    def _multiply(self, factor: float) -> None:
-        """This worker's gradients times `factor`."""
-        with torch.no_grad():
-            for parameter in self.roster.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+    @staticmethod
+    def _multiply(factor: float, parameters: Iterable[torch.Tensor]) -> None:
+        """These parameters' gradients times `factor`."""
+        if factor != 1.0:
+            with torch.no_grad():
+                for parameter in parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
 
     def before_forward(self) -> None:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
@@ -53,6 +56,8 @@ class Apart(Watching, Sync):
         if self._backward.running:
             self._backward.forget()  # the last one was broken off by an exception that the user caught
         self._pile.forget_cleared()
+        if not self._pile:
+            self._factor = 1.0
         self.roster.check_unchanged()
         self._backward.hook(keep=bool(self._pile))
 
@@ -87,12 +92,9 @@ class Apart(Watching, Sync):
     def _even_out(self, parameters: Iterable[torch.Tensor]) -> None:
         """Backwards that piled up with different weights count by these, and together as often as they are."""
         pile = self._pile
-        factor = pile.weight * pile.count / pile.total if pile.total else 1.0
-        if factor != 1.0:
-            with torch.no_grad():
-                for parameter in parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(factor)
+        if pile:
+            self._factor = pile.weight * pile.count / pile.total if pile.total else 1.0
+        self._multiply(self._factor, parameters)
 
     def _own(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """The optimizer's parameters, of which one must have a gradient, unless this worker has no samples."""

@@ -24,11 +24,12 @@ from typing import Any, cast
 
 import torch
 
+from .. import letters
 from ..collectives.base import Group
 from ..errors import HoraError
 from ..roster import Roster
 from ..server.embedding import tables_of
-from . import nonfinite
+from . import nonfinite, savings
 from .apart import Apart
 from .couriers import Errand
 from .extras import Extras
@@ -50,6 +51,7 @@ class _Meeting:
 
     word: Word
     due: int
+    cut: list[list[int]]  # the fragments, as they were when it began
     vectors: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)  # by fragment
     results: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     buffers: torch.Tensor | None = None
@@ -65,6 +67,15 @@ class _Meeting:
     def warm(self) -> bool:
         return any(word.warm for word in self.words)
 
+    @property
+    def missed(self) -> bool:
+        return any(word.missed for word in self.words)
+
+
+def _furthest(meeting: _Meeting) -> int:
+    """How many steps the worker has behind it that has most."""
+    return max(int(word.step) for word in meeting.words)
+
 
 class Averaging(Apart):
     lockstep = False
@@ -76,6 +87,8 @@ class Averaging(Apart):
         self.local_steps = 0
         if tables_of(roster.models):
             raise ValueError("a ServerEmbedding's rows are updated by the servers at every step: say --strategy ps")
+        if strategy.warmup and any(isinstance(each, torch.optim.LBFGS) for each in roster.optimizers):
+            raise ValueError("warmup shares the gradient of a step, and LBFGS computes several in one: leave it out")
         self._num_fragments = strategy.fragments if isinstance(strategy, DiLoCo) else 1
         self._overlap = strategy.overlap if isinstance(strategy, DiLoCo) else 0
         self._mean: Mean
@@ -86,11 +99,20 @@ class Averaging(Apart):
         self._next = 0  # the fragment that is exchanged next
         self._num_steps = 0
         self._interval = 1  # this worker's steps in the round under way
+        self._warm = strategy.warmup > 0
         self._samples = 0.0  # since the last step
+        self._brought = 0.0  # what they were as an optimizer came to its step; those of later ones are the same
         self._unit = 1.0  # how many samples weigh 1
         self._seen = [0.0] * self._num_fragments  # samples since each fragment was exchanged
+        self._rest = [0.0] * self._num_fragments  # those of other optimizers' steps since then, if there were no more
+        self._stepped: set[int] = set()  # the optimizers that have stepped since the last backward
+        self._due = False  # it is time for an exchange, once all have
         self._closed = True  # no step was taken since all were at one point
+        self._left = 0  # the loop that they had left then
+        self._behind = False  # this worker's loop was not run for a batch in which it had no samples
+        self._failed = False  # a meeting broke off: there will be no other
         self._lacking = False  # a worker took no part in the last step of the warm-up
+        self._sent_bytes = 0
         self._underway: _Meeting | None = None
         self._errand: Errand | None = None
         self._resumed_s = 0.0  # when this worker went on after the last exchange
@@ -139,13 +161,27 @@ class Averaging(Apart):
     def begin_batch(self, loop: int, batch: int, present: int, unit: float) -> None:
         self._unit = unit
 
+    def before_forward(self) -> None:
+        if self._due and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._proceed()
+        super().before_forward()
+
     def after_backward(self) -> None:
+        self._stepped.clear()
+        if not self._pile:  # what was before has had its step, or was given up
+            self._samples = 0.0
         self._samples += self._pile.weight * self._unit
         super().after_backward()
+
+    def absent_step(self) -> None:
+        super().absent_step()
+        self._behind = True
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
         self.roster.check_optimizer(optimizer)
         mine = self._own(optimizer)
+        if self._pile or self._absent:
+            self._brought = self._samples
         self._recut()
         found = getattr(optimizer, "found_inf", None)  # a scaler's words to a fused optimizer
         if found is not None and bool(found):
@@ -157,57 +193,76 @@ class Averaging(Apart):
             if self.on_nonfinite == "raise":
                 raise HoraError(f"{culprit} {nonfinite.ADVICE}")
             log.warning("%s: this worker's step is not taken", culprit)
-            self._samples = 0.0
+            self._brought = 0.0
+            if optimizer is self.roster.optimizers[0]:
+                self._samples = 0.0
             for parameter in mine:
                 parameter.grad = None
-        if self._warm:
-            self._share(optimizer)
+        if self._warm and not self._share(optimizer):
+            self._skip(optimizer)
+            return False
         return True
 
     def combine(self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor]) -> None:
         """A scaler that has found an infinity leaves this worker's step out; it counts all the same."""
-        if any(bool(each) for each in found):
+        comes_all_the_same = getattr(optimizer, "_step_supports_amp_scaling", False)  # a fused one, to before_step
+        if not comes_all_the_same and any(bool(each) for each in found):
             self._miss(optimizer)
 
     def _miss(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step that is not taken, but that the others count on."""
-        self._samples = 0.0
+        """A step that is not taken, but that the others count on; in the warm-up nobody takes it."""
         if self._warm:
-            mine = [p for group in optimizer.param_groups for p in group["params"]]
-            own = [p.grad for p in mine]
-            for parameter in mine:
-                parameter.grad = None
-            self._share(optimizer)
-            for parameter, grad in zip(mine, own, strict=True):
-                parameter.grad = grad
+            self._share(optimizer, missed=True)
+        self._skip(optimizer)
+
+    def _skip(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is self.roster.optimizers[0]:
+            self._samples = 0.0
         self.after_step(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._pile.clear()
-        if optimizer is not self.roster.optimizers[0]:
-            return
-        self._absent = self._closed = False
-        warm = self._warm
+        self._closed = False
+        self._stepped.add(id(optimizer))
+        if optimizer is self.roster.optimizers[0]:
+            self._count()
+        elif not self._warm or self._lacking:
+            self._rest = [self._brought] * self._num_fragments
+        if self._due and len(self._stepped) == len(self.roster.optimizers):
+            self._proceed()
+
+    def _count(self) -> None:
+        """A step of the first optimizer was taken."""
+        if self._due:  # the last one's, for which another optimizer was awaited
+            self._proceed()
+        self._absent = False
         self._num_steps += 1
         self.local_steps += 1
         self._seen = [seen + self._samples for seen in self._seen]
         self._samples = 0.0
-        if warm:
+        if self._warm:
             if not self._lacking:  # everybody has taken this step
                 self._seen = [0.0] * self._num_fragments
-            if not self._warm:
-                self._recut(anew=True)
-                self._begin_round()
-                self._interval = self._plan([])
+                self._due = self._num_steps >= self.strategy.warmup
             return
         if self._underway is not None and self._num_steps >= self._underway.due:
             self._arrive()
-        if self.local_steps >= max(1, self._interval * (self._next + 1) // self._num_fragments):
+        self._due = self.local_steps >= max(1, self._interval * (self._next + 1) // self._num_fragments)
+
+    def _proceed(self) -> None:
+        """What is due: an exchange, or the end of the warm-up."""
+        self._due = False
+        if self._warm:
+            self._begin_rounds()
+        else:
             self._exchange()
 
-    @property
-    def _warm(self) -> bool:
-        return self._num_steps < self.strategy.warmup
+    def _begin_rounds(self) -> None:
+        """After the warm-up all are at one point."""
+        self._warm = False
+        self._recut(anew=True)
+        self._begin_round()
+        self._interval = self._plan([])
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
@@ -215,40 +270,64 @@ class Averaging(Apart):
         """The next fragment's turn."""
         self._wait()
         meeting = self._open(fragment=float(self._next))
-        meeting.vectors[self._next] = self._pack(self._next)
+        meeting.vectors[self._next] = self._pack(meeting.cut[self._next])
         if self._next == self._num_fragments - 1 and self._overlap:
             meeting.buffers = self._extras.pack()
         if self._errand is not None:
-            self._errand.give(meeting)
             self._underway = meeting
+            self._errand.give(meeting)
             self._pass([self._next])
         else:
             self._meet(meeting)
             self._conclude(meeting)
         self._resumed_s = time.perf_counter()
 
-    def _share(self, optimizer: torch.optim.Optimizer) -> None:
-        """Of the warm-up: everybody's gradients become their mean."""
+    def _share(self, optimizer: torch.optim.Optimizer, missed: bool = False) -> bool:
+        """Of the warm-up: everybody's gradients become their mean. False if a scaler, anybody's, refused its own."""
         number = self.roster.optimizers.index(optimizer)
-        meeting = self._open(gradients=1.0, number=float(number), samples=[self._samples] * self._num_fragments)
+        samples = [self._brought] * self._num_fragments
+        meeting = self._open(gradients=1.0, number=float(number), missed=float(missed), samples=samples)
+        scale = getattr(optimizer, "grad_scale", None)  # a fused one's gradients are still multiplied by its scaler's
+        factor = 1.0 if scale is None else float(scale)
+        mine = [p for group in optimizer.param_groups for p in group["params"]]
+        self._multiply(1.0 / factor, mine)
         self._meet(meeting)
+        self._multiply(factor, mine)
         self._hear(meeting)
+        self._num_steps = _furthest(meeting)
         self._lacking = bool(self._group.size - len(meeting.going))
         self._resumed_s = time.perf_counter()
+        return not meeting.missed
 
     def _close(self, loop: int, broke: bool = False) -> None:
         """This worker takes no step for now: it does as the others do until they have come as far."""
+        if self._failed:
+            return
         self._wait()
         if self._closed and not broke:
             return
-        others_left = False
+        others_left = self._due = False
         while not others_left:
             meeting = self._open(leaving=1.0, broke=float(broke), loop=float(loop))
             self._meet(meeting)
             self._conclude(meeting)
             others_left = all(word.loop > loop or (word.leaving and word.loop == loop) for word in meeting.words)
-        self._closed = True
+            if not meeting.going and any(word.behind for word in meeting.words):
+                self._catch_up()
+            if self._warm and not meeting.going:
+                self._num_steps = _furthest(meeting)
+                if self._num_steps >= self.strategy.warmup:
+                    self._begin_rounds()
+        self._closed = all(word.leaving and word.loop == loop for word in meeting.words)
+        self._left = loop
         self._resumed_s = time.perf_counter()
+
+    def _catch_up(self) -> None:
+        """Collective: who was without samples takes over what the others' loops did to schedulers meanwhile."""
+        standing = letters.tell(self._group, self.stand() if self._group.rank == 0 else None, "rank 0's schedulers")
+        if self._behind:
+            self.stand_as(standing)
+        self._behind = False
 
     def _open(self, **given: Any) -> _Meeting:
         """What this worker says as it comes to a meeting."""
@@ -260,27 +339,39 @@ class Averaging(Apart):
             warm=float(self._warm),
             loop=float(self.loop),
             stop=float(self.stop_wanted),
+            behind=float(self._behind),
             step=float(self._num_steps),
             step_s=self._step_s,
             outline=float(zlib.crc32(repr(self._trained).encode())),
             buffers=float(self._extras.changed),
-            samples=list(self._seen),
+            samples=[seen or rest for seen, rest in zip(self._seen, self._rest, strict=True)],
         )
-        return _Meeting(dataclasses.replace(word, **given), self._num_steps + self._overlap)
+        return _Meeting(dataclasses.replace(word, **given), self._num_steps + self._overlap, self._cut)
 
     def _meet(self, meeting: _Meeting) -> None:
         """Collective. On the errand's thread, where there is one and this worker has not left its loop."""
+        try:
+            self._take_part(meeting)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _take_part(self, meeting: _Meeting) -> None:
         group, begin = self._group, time.perf_counter()
-        sent, num_bytes = sum(group.transport.sent_bytes), 0
         meeting.words = words = meeting.word.gather(group)
         self._check(words)
-        if meeting.going and meeting.going[0].gradients:
+        sent = sum(group.transport.sent_bytes) + self._mean.given_bytes
+        num_bytes = 0
+        if meeting.missed:
+            pass  # a step that nobody takes
+        elif meeting.going and meeting.going[0].gradients:
             optimizer = self.roster.optimizers[int(meeting.going[0].number)]
             num_bytes = mean_gradients(group, self.roster, optimizer, shares(words, 0), self.strategy.algorithm,
                                        leaving=bool(meeting.word.leaving))  # fmt: skip
         else:
             num_bytes = self._exchange_parameters(meeting)
-        self._account(sum(group.transport.sent_bytes) - sent, num_bytes, time.perf_counter() - begin)
+        sent = sum(group.transport.sent_bytes) + self._mean.given_bytes - sent
+        self._account(sent, num_bytes, time.perf_counter() - begin)
 
     def _exchange_parameters(self, meeting: _Meeting) -> int:
         words, going = meeting.words, meeting.going
@@ -293,9 +384,9 @@ class Averaging(Apart):
                 continue
             vector = meeting.vectors.get(fragment)
             if vector is None or meeting.warm:
-                vector = meeting.vectors[fragment] = self._pack(fragment, mean)
+                vector = meeting.vectors[fragment] = self._pack(meeting.cut[fragment], mean)
             with torch.no_grad():
-                meeting.results[fragment] = mean.travel(self._cut[fragment], vector, portions)
+                meeting.results[fragment] = mean.travel(meeting.cut[fragment], vector, portions)
             num_bytes += vector.numel() * vector.element_size()
             self._check_finite(meeting, fragment)
         portions = shares(words, meeting.fragments[-1])
@@ -341,8 +432,8 @@ class Averaging(Apart):
         """HoraError, on every worker, names whose parameters have become NaN or infinite; they keep what they have."""
         if nonfinite.is_finite(meeting.results[fragment]):
             return
-        parameters = self.roster.parameters
-        mine = [(self._group.rank, i) for i in self._cut[fragment] if not nonfinite.is_finite(parameters[i].detach())]
+        parameters, indices = self.roster.parameters, meeting.cut[fragment]
+        mine = [(self._group.rank, i) for i in indices if not nonfinite.is_finite(parameters[i].detach())]
         text = nonfinite.sentence(self._group, self.roster, mine, "value")
         raise HoraError(f"{text}: this round is not closed. Lower the learning rate, or look at that worker's batches")
 
@@ -365,7 +456,7 @@ class Averaging(Apart):
         late = self._num_steps > meeting.due - self._overlap
         with torch.no_grad():
             for fragment, result in meeting.results.items():
-                mean.settle(self._cut[fragment], meeting.vectors[fragment], result, late)
+                mean.settle(meeting.cut[fragment], meeting.vectors[fragment], result, late)
             if meeting.mean_buffers is not None:
                 assert meeting.buffers is not None
                 self._extras.settle(meeting.buffers, meeting.mean_buffers, late)
@@ -381,17 +472,19 @@ class Averaging(Apart):
     def _pass(self, fragments: Sequence[int]) -> None:
         """These have been given away: what comes now counts for their next exchange."""
         for fragment in fragments:
-            self._seen[fragment] = 0.0
+            self._seen[fragment] = self._rest[fragment] = 0.0
             self._next = (fragment + 1) % self._num_fragments
         if fragments and not self._next:
             self._begin_round()
 
     def _hear(self, meeting: _Meeting) -> None:
-        broke = [rank for rank, word in enumerate(meeting.words) if word.broke]
-        stop = any(word.stop for word in meeting.words) or bool(broke and meeting.going)
+        words = meeting.words
+        stay = [word.step for word in words if not word.broke]  # of those who go on, or have come to the loop's end
+        broke = [r for r, word in enumerate(words) if word.broke and (meeting.going or max(stay, default=0) > word.step)]
+        stop = any(word.stop for word in words) or bool(broke)
         if stop and not self._verdict.stop:
             reason = ""
-            if broke and meeting.going:
+            if broke:
                 rank = broke[0]
                 reason = (
                     f"{self._group.transport.name_of(rank)} left its loop after step {meeting.words[rank].step:.0f}"
@@ -405,16 +498,20 @@ class Averaging(Apart):
     def _plan(self, words: Sequence[Word]) -> int:
         """How many steps this worker takes in the next round.
 
-        By time: as many as it can while all together take `every` each on average. Nobody knows how long a step takes
-        before the first one, so the first round has one."""
-        interval = self.strategy.interval(self._num_steps)
+        By time: as many as it can while all together take about `every` each on average. The slowest decides, since
+        its steps are the longest: the round lasts a whole number of them, and the others fit in what they can. Nobody
+        knows how long a step takes before the first one, so the first round has one. However slow one of them was in
+        its last step, nobody takes more than twice as many as it should."""
+        interval = self.strategy.interval(max([int(word.step) for word in words], default=self._num_steps))
         if self.strategy.pace == "steps":
             return interval
         seconds = [word.step_s for word in words]
         if not seconds or not all(seconds):
             return self._num_fragments
+        slowest, mine = max(seconds), seconds[self._group.rank]
         length_s = interval * len(seconds) / sum(1.0 / each for each in seconds)
-        return max(self._num_fragments, round(length_s / seconds[self._group.rank]))
+        whole_s = slowest * max(self._num_fragments, round(length_s / slowest))
+        return max(self._num_fragments, int(min(whole_s, 2 * length_s) / mine + 1e-6))
 
     # -- what rounds are about -----------------------------------------------------------------------------------------
 
@@ -439,13 +536,15 @@ class Averaging(Apart):
             elif new:
                 self._mean.extend(new)
 
-    def _pack(self, fragment: int, mean: Mean | None = None) -> torch.Tensor:
+    def _pack(self, indices: Sequence[int], mean: Mean | None = None) -> torch.Tensor:
         with torch.no_grad():
-            return (mean or self._mean).pack(self._cut[fragment])
+            return (mean or self._mean).pack(indices)
 
     # -- loops ---------------------------------------------------------------------------------------------------------
 
     def enter_loop(self) -> None:
+        if self.strategy.leased and self.loop != self._left:
+            self._closed = False  # the others may get samples, and take steps, where this worker gets none
         self._resumed_s = time.perf_counter()
 
     def leave_loop(self, finished: bool = True) -> None:
@@ -458,8 +557,9 @@ class Averaging(Apart):
 
     def _account(self, sent: int, num_bytes: int, seconds: float) -> None:
         """Where memory is shared nothing is sent: then what a ring would have sent counts."""
-        size = self._group.size
-        self.traffic.sent_bytes += sent if sent >= num_bytes // size else 2 * (size - 1) * num_bytes // size
+        sent = sent or savings.by_ring(num_bytes, self._group.size)
+        self._sent_bytes += sent
+        self.traffic.sent_bytes += sent
         self.traffic.num_exchanges += 1
         self.traffic.comm_s += seconds
         if self._underway is None:
@@ -468,12 +568,11 @@ class Averaging(Apart):
     def notes(self) -> dict[str, float]:
         return {"round": float(cast(int, self.rounds))}
 
-    @property
-    def ring_bytes(self) -> int:
-        """What the ring would have sent for as many steps."""
-        parameters = [self.roster.parameters[index] for index in self._trained]
-        whole = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        return 2 * (self._group.size - 1) * whole // self._group.size * self._num_steps
+    def summary(self) -> str:
+        trained = [self.roster.parameters[index] for index in self._trained]
+        rounds = cast(int, self.rounds)
+        size = self._group.size
+        return savings.sentence(self.strategy.spell(), rounds, self._num_steps, self._sent_bytes, trained, size)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
@@ -497,6 +596,9 @@ class Averaging(Apart):
     def reload(
         self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], extra: dict[str, torch.Tensor]
     ) -> None:
+        self._wait()
+        self._num_steps = self.steps
+        self._warm = self._num_steps < self.strategy.warmup
         with torch.no_grad():
             for name, parameter in zip(self.roster.names, self.roster.parameters, strict=True):
                 parameter.copy_(parameters[name])
@@ -505,7 +607,9 @@ class Averaging(Apart):
             self._recut(anew=True)
             self._mean.load(extra)
         self._extras.remember()
-        self._seen = [0.0] * self._num_fragments
+        self._seen, self._rest = [0.0] * self._num_fragments, [0.0] * self._num_fragments
+        self._samples = 0.0
+        self._due = False
         self._closed, self._next = True, 0
         self._verdict = Verdict()
         self._begin_round()

@@ -54,7 +54,10 @@ class Extras:
     def settle(self, vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
         """What happened to them while they travelled is kept."""
         floats = self.floats()
-        put(floats, vector_of(floats) + (result - vector) if late else result)
+        if late:
+            now = vector_of(floats)
+            result = torch.where(result == vector, now, now + (result - vector))  # the first: it may be infinite
+        put(floats, result)
         if not late:
             self.remember()
 
@@ -100,7 +103,7 @@ class Extras:
             for number, optimizer in enumerate(self._roster.optimizers)
             for parameter, state in optimizer.state.items()
             for key, value in state.items()
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout is torch.strided
         }
 
     def _make_room(self, place: Place, shape: list[int]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ..server.access import Access
 from ..server.layout import Block
 from ..server.messages import Begin
 from .local import LocalSGD
-from .means import Mean, pieces, vector_of
+from .means import Mean, pieces, put, vector_of
 from .nonfinite import is_finite
 from .outpost import Outpost
 
@@ -81,12 +81,18 @@ class Kept(Mean):
         self._outpost.flats.scatter()
         self._num_rounds += 1
         failed = any(ready.skipped for ready in readies)
+        if failed:  # everybody keeps what it had, so that it can be named
+            put(self._parameters(indices), vector_of([self._points[index] for index in indices]) - vector)
         return torch.full((1,), float("nan" if failed else "0"))
 
     def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
         """The parameters are there already."""
         for index, parameter in zip(indices, self._parameters(indices), strict=True):
             self._points[index].copy_(parameter)
+
+    @property
+    def given_bytes(self) -> int:
+        return self._outpost.client.pushed_bytes
 
     def close(self) -> None:
         self._outpost.close()

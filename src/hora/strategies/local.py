@@ -46,7 +46,7 @@ class Rounds(Strategy):
     algorithm: str = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, str) and self.every.strip().lstrip("+-").isdigit():
+        if isinstance(self.every, str) and self.every.strip().lstrip("+-").isdecimal():
             object.__setattr__(self, "every", int(self.every))
         stages(self.every)
         if self.warmup < 0:

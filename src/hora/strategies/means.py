@@ -40,6 +40,11 @@ class Mean(abc.ABC):
     @abc.abstractmethod
     def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None: ...
 
+    @property
+    def given_bytes(self) -> int:
+        """What this worker has given away other than by the group's messages."""
+        return 0
+
     def begin(self, indices: Sequence[int]) -> None:
         """The workers' parameters are all the same now: a common point. Collective."""
 
@@ -174,8 +179,9 @@ class Outer(Mean):
             for (point, drift), parameter in zip(pieces(points, vector), parameters, strict=True):
                 _add(parameter, drift.view(-1) - laid(point))  # as far as it has come since it was sent
         for point, gradient in pieces(points, result):
-            point.grad = torch.empty_like(point)
-            laid(point.grad).copy_(gradient)
+            if bool(gradient.any()):  # else nobody trains it, and its momentum is not to carry it on
+                point.grad = torch.empty_like(point)
+                laid(point.grad).copy_(gradient)
         self._optimizer.step()
         for point, parameter in zip(points, parameters, strict=True):
             point.grad = None

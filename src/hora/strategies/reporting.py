@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import HoraError
 from ..lanes import laid
 from ..roster import Roster
 from ..server.layout import Block
 from ..server.messages import Begin
+from . import nonfinite, savings
 from .local import LocalSGD
 from .served import Served
 from .states import States, collect, load
@@ -27,8 +29,10 @@ class Reporting(Served):
         self.local_steps = 0
         self._samples = 0.0  # since the last step, and since the last report
         self._seen = 0.0
+        self._rest = 0.0  # of other optimizers' steps since the last report, if there were no more
         self._unit = 1.0
         self._num_steps = 0  # up to the last report
+        self._interval = strategy.interval(0)  # steps from that to the next
         self._full = 0.0  # the largest batch so far, which an average one is taken to be
         self._points: dict[int, torch.Tensor] = {}
 
@@ -37,6 +41,8 @@ class Reporting(Served):
         self._unit = unit
 
     def after_backward(self) -> None:
+        if not self._pile:  # what was before has had its step, or was given up
+            self._samples = 0.0
         self._samples += self._pile.weight * self._unit
         super().after_backward()
 
@@ -47,28 +53,45 @@ class Reporting(Served):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._pile.clear()
         if optimizer is not self.roster.optimizers[0]:
+            self._rest = self._full
             return
         self._absent = False
         self.local_steps += 1
         self._full = max(self._full, self._samples)
         self._seen += self._samples
         self._samples = 0.0
-        if self.local_steps >= self._rounds.interval(self._num_steps + self.local_steps):
+        if self.local_steps >= self._interval:
             self._report()
 
     def _report(self) -> None:
+        self._check_finite()
         with self._timed():
             self.push_pull(0, self._drift)
         self._num_steps += self.local_steps
         self.rounds = (self.rounds or 0) + 1
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._interval = self._rounds.interval(self._num_steps)
         self.local_steps = 0
-        self._seen = 0.0
+        self._seen = self._rest = 0.0
+
+    def _check_finite(self) -> None:
+        """HoraError, before the others get any of it."""
+        named = [self.roster.names[i] for i in self._points if not nonfinite.is_finite(self.roster.parameters[i].detach())]
+        if named:
+            more = " and others" if len(named) > nonfinite.MOST_NAMED else ""
+            raise HoraError(
+                f"the value of {', '.join(named[: nonfinite.MOST_NAMED])}{more} on {self.access.name} is not finite: it "
+                "is not reported. Lower the learning rate, or look at that worker's batches"
+            )
 
     def _begin(self, number: int) -> Begin:
-        """By its share: of the samples that all workers see while each takes as many steps as a report stands for."""
+        """By its share of the samples: those that it saw, and those of the others, who are taken to see full rounds."""
         live = sum(member.role == "worker" for member in self.access.control.roll())
-        whole = max(1, live) * self._rounds.interval(self._num_steps) * self._full
-        return Begin(self._step, 0, 0, scale=self._seen / whole if whole else 0.0, place=self._place)
+        mine = self._seen or self._rest
+        whole = mine + max(0, live - 1) * self._interval * self._full
+        return Begin(self._step, 0, 0, scale=mine / whole if whole else 0.0, place=self._place)
 
     def _drift(self, block: Block) -> torch.Tensor:
         drift = laid(self._points[block.index]) - laid(self.roster.parameters[block.index])
@@ -84,18 +107,24 @@ class Reporting(Served):
                 self._points[index] = parameter.clone()
 
     def leave_loop(self, finished: bool = True) -> None:
-        if self.local_steps:
+        if self.local_steps or self._rest:
             self._report()
         super().leave_loop(finished)
 
     def notes(self) -> dict[str, float]:
         return {**super().notes(), "round": float(self.rounds or 0)}
 
+    def summary(self) -> str:
+        """What it reads comes on top, as it does for every worker of a parameter server."""
+        served = [self.roster.parameters[index] for index in self._client.layout.served]
+        sent, size = self._client.pushed_bytes, self.access.size
+        return savings.sentence(self._rounds.spell(), self.rounds or 0, self._num_steps, sent, served, size)
+
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def snapshot(self, complete: bool = True) -> Snapshot:
         """The servers' model, and the state of this worker's own optimizers: there is no other."""
-        if self.local_steps:
+        if self.local_steps or self._rest:
             self._report()
         self._refresh()
         self.roster.refresh_buffers()
@@ -104,3 +133,11 @@ class Reporting(Served):
 
     def load_states(self, kept: States) -> None:
         load(self.roster, kept, lambda index, state: state)
+
+    def reload(
+        self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], extra: dict[str, torch.Tensor]
+    ) -> None:
+        super().reload(parameters, buffers, extra)
+        self._num_steps = self.steps
+        self._samples = 0.0
+        self._begin_round()

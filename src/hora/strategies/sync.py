@@ -95,6 +95,8 @@ class Sync(abc.ABC):
         self.loop = 0  # which of the user's loops this worker is in; all must agree
         self.num_exchanges = 0
         self.before_exchange: Callable[[], None] = lambda: None  # may raise Halt
+        self.stand: Callable[[], dict[str, Any]] = dict  # what the user's loop has made of schedulers and the like
+        self.stand_as: Callable[[dict[str, Any]], None] = lambda standing: None  # takes another worker's over
         self.exchanging = False  # an exchange has begun and was not concluded
         self.halted = ""  # why there will be no exchange any more
 
@@ -164,6 +166,10 @@ class Sync(abc.ABC):
         """What `job.log` shows of the synchronisation since it was asked last."""
         return {}
 
+    def summary(self) -> str:
+        """What there is to say at the end of the run, in a sentence; by rank 0."""
+        return ""
+
     def linger(self) -> None:
         """After this worker has left the run: it stays as long as others need something of it."""
 
@@ -192,7 +198,8 @@ class Sync(abc.ABC):
     def reload(
         self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], extra: dict[str, torch.Tensor]
     ) -> None:
-        """Everything of a snapshot but the optimizers' states; `extra` may be another strategy's, and then is empty."""
+        """Everything of a snapshot but the optimizers' states. Of `extra`, which may be another strategy's, it takes
+        what it knows."""
 
     @abc.abstractmethod
     def drop(self) -> None:

@@ -1,6 +1,6 @@
 """Wire: the mean of everybody's vector with fewer bytes than it has, and what rounding takes away kept for later.
 
-    encode      each rank rounds its vector, and keeps the error to add it to the next one
+    encode      each rank rounds its vector times its share, and keeps the error to add it to the next one
     scatter     part r of every rank's goes to rank r, which adds them up in float32
     encode      rank r rounds its part of the mean, and keeps that error too
     gather      everybody gets everybody's part: the same bits on every rank
@@ -54,16 +54,14 @@ class Feedback:
     def mean(self, vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
         """Collective: the sum of everybody's vector times its share. The vector stays as it is."""
         group, wire = self._group, self._wire
-        counts = bool(shares[group.rank])  # who has no share keeps its error for a round in which it has one
-        given = vector.cpu().float() + self._mine if counts else torch.zeros_like(self._mine)
+        share = shares[group.rank]  # it goes in before rounding: an error counts the same whenever it is fed back
+        given = self._mine + vector.cpu().float() * share if share else self._mine
         parts = [encode(given[start:stop], wire) for start, stop in self._bounds]
-        if counts:
-            rounded = [decode(p, stop - start, wire) for p, (start, stop) in zip(parts, self._bounds, strict=True)]
-            self._mine = given - torch.cat(rounded)
+        rounded = [decode(p, stop - start, wire) for p, (start, stop) in zip(parts, self._bounds, strict=True)]
+        self._mine = given - torch.cat(rounded)
         total = self._part
-        for share, part in zip(shares, group.all_to_all(parts, name="drifts"), strict=True):
-            if share:
-                total = total + decode(part, len(total), wire) * share
+        for part in group.all_to_all(parts, name="drifts"):
+            total = total + decode(part, len(total), wire)
         coded = encode(total, wire)
         self._part = total - decode(coded, len(total), wire)
         everybody = group.all_gather(coded, name="mean drift")

@@ -17,9 +17,11 @@ class Word:
     warm: float = 0.0  # still in the steps that come before the first round
     gradients: float = 0.0  # it brings gradients instead of parameters, those of optimizer `number`
     number: float = 0.0
+    missed: float = 0.0  # its scaler has found an infinity in these
     fragment: float = 0.0  # it brings this part of the model
     leaving: float = 0.0  # it has left its loop, and takes part in whatever the others do
     broke: float = 0.0  # before that loop's end
+    behind: float = 0.0  # it had no samples in a batch, and has not stepped its schedulers there
     loop: float = 0.0
     stop: float = 0.0  # it wants to stop
     step: float = 0.0

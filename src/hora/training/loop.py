@@ -128,6 +128,7 @@ class Training:
         sync.bind(self._group)
         self.sync = sync
         self._orders = Orders(sync, self.models, self.optimizers, self.schedulers, scaler)
+        sync.stand, sync.stand_as = self._orders.end, self._orders.stand_as
         self._share_standing()
         self.infinite = {name for name, buffer in roster.buffers.items() if not bool(torch.isfinite(buffer).all())}
         watched = self.size > 1 or self._strategy.uses_servers or sync.rounds is not None
@@ -173,6 +174,8 @@ class Training:
             return
         if self.sync.halted or self._stopping:
             self._tell_why()
+        if self.rank == 0 and (summary := self.sync.summary()):
+            log.warning("%s", summary)
         if self.max_steps is not None and self.step > self.max_steps and self.rank == 0:
             log.warning(
                 "--max-steps %d was passed: loops over job.shard(…) and job.epochs(…) end by themselves, in others ask "
@@ -407,7 +410,11 @@ class Training:
             self._begin_batch(portion)
             for optimizer in self.optimizers:
                 self.sync.absent_step()
-                optimizer.step()
+                if isinstance(optimizer, torch.optim.LBFGS):
+                    optimizer.step(lambda: torch.zeros(()))
+                else:
+                    optimizer.step()
+                optimizer.zero_grad()
             return
         self._held[id(loader)], self._farewell.following = Held(loader, portion, True), True
         try:

@@ -8,7 +8,7 @@ messages follow each other:
     4      4           4      4          8       8
 
 The receiver compares the header with what it expects before any data is read, and data goes straight into the expected
-tensor: nothing is ever allocated because a peer said so.
+tensor: nothing is ever allocated because a peer said so. Where a rank has an allowance, all its messages share it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from .. import handshake
 from ..coordinator.client import dial
 from ..errors import HoraError
+from .allowance import Allowance
 from .base import NUM_CHANNELS, SLICE_S, Circle, Handle, Land, Patience, Transport
 
 log = logging.getLogger(__name__)
@@ -62,11 +63,12 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 class Port:
     """A rank's listening end, shared by its groups: hands each incoming connection to the group it is for."""
 
-    def __init__(self, token: bytes, bind: str) -> None:
+    def __init__(self, token: bytes, bind: str, allowance: Allowance | None = None) -> None:
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         sock = socket.create_server((bind, 0), family=family, backlog=128)
         self.address: tuple[str, int] = (bind, sock.getsockname()[1])
         self.token = token
+        self.allowance = allowance  # what this rank may send
         self._groups: dict[tuple[int, int], TcpTransport] = {}
         self._parked: dict[tuple[int, int], list[tuple[socket.socket, int, int]]] = {}
         self._oldest = 0
@@ -129,6 +131,7 @@ class TcpTransport(Transport):
     def __init__(self, circle: Circle, port: Port, address_of: Callable[[int], tuple[str, int]]) -> None:
         super().__init__(circle)
         self._port = port
+        self.allowance = port.allowance
         self._address_of = address_of
         self._out: dict[tuple[int, int], socket.socket] = {}
         self._in: dict[tuple[int, int], socket.socket] = {}
@@ -171,15 +174,19 @@ class TcpTransport(Transport):
     def _idle(self, handle: Handle, rounds: int) -> None:
         poller = select.poll()
         watched = 0
+        limit_s = SLICE_S
         for pending in self._pending(handle.channel):
             if isinstance(pending, _Send):
+                if self.allowance is not None and (due_s := self.allowance.due_s(pending.num_bytes)):
+                    limit_s = min(limit_s, due_s)  # its socket would take it, and the poll would not sleep
+                    continue
                 poller.register(pending.sock, select.POLLOUT)
                 watched += 1
             elif (sock := self.incoming(pending.peer, pending.channel)) is not None:
                 poller.register(sock, select.POLLIN)
                 watched += 1
-        if watched:
-            poller.poll(SLICE_S * 1000)
+        if watched or limit_s < SLICE_S:
+            poller.poll(limit_s * 1000)
         else:
             with self._news:
                 if self.incoming(handle.peer, handle.channel) is None:
@@ -209,16 +216,23 @@ class _Send(Handle):
         self.tensor = tensor
         self.parts = [memoryview(header), data]
 
+    @property
+    def num_bytes(self) -> int:
+        """What is still to be sent."""
+        return sum(len(part) for part in self.parts)
+
     def advance(self) -> bool:
         moved = False
         while self.parts:
             try:
-                sent = self.sock.sendmsg(self.parts)
+                sent = self._push()
             except BlockingIOError:
                 return moved
             except OSError as problem:
                 assert isinstance(self.transport, TcpTransport)
                 raise self.transport.broken((self.peer,), problem) from None
+            if not sent:
+                return moved
             moved = True
             while self.parts and sent >= len(self.parts[0]):
                 sent -= len(self.parts[0])
@@ -227,6 +241,31 @@ class _Send(Handle):
                 self.parts[0] = self.parts[0][sent:]
         self.done = True
         return True
+
+    def _push(self) -> int:
+        """As much as the socket takes and the allowance grants, which may be nothing."""
+        assert isinstance(self.transport, TcpTransport)
+        allowance = self.transport.allowance
+        if allowance is None:
+            return self.sock.sendmsg(self.parts)
+        granted = allowance.take(self.num_bytes)
+        if not granted:
+            return 0
+        sent = 0
+        try:
+            sent = self.sock.sendmsg(_first(self.parts, granted))
+        finally:
+            allowance.give_back(granted - sent)
+        return sent
+
+
+def _first(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """The first `num_bytes` of all parts in a row."""
+    found = []
+    for part in parts:
+        found.append(part[:num_bytes])
+        num_bytes -= len(found[-1])
+    return found
 
 
 class _Recv(Handle):

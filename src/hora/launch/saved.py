@@ -1,0 +1,24 @@
+"""Saved: a predictor of a checkpoint, without a run."""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+from hora.serve.config import ServeConfig
+
+from .config import RunConfig
+from .identity import NAMES
+
+
+def serve(serving: ServeConfig, command: tuple[str, ...], module: bool) -> NoReturn:
+    """Turns this process into the script, which is captured in job.prepare; ValueError for what cannot be had.
+
+    What the checkpoint holds is found out there, where the model is."""
+    config = RunConfig(command=command, module=module, serve=serving)
+    if not os.path.isdir(serving.checkpoint):
+        raise ValueError(f"there is no checkpoint {serving.checkpoint!r}: it is the directory that job.save wrote to")
+    serving.check_port()
+    env = {key: value for key, value in os.environ.items() if key not in NAMES}
+    argv = config.argv()
+    os.execve(argv[0], argv, {**env, "HORA_SERVE": serving.spell(), "PYTHONUNBUFFERED": "1"})

@@ -1,0 +1,128 @@
+"""Door: who may come in, and with how much. Stands before the app on every path.
+
+Host       the name that the client used has to be one of ours: a web page that lets its own name point here (DNS
+           rebinding) is turned away
+Origin     a page of another host may not ask in its visitor's name
+body       at most `max_bytes`, whole within BODY_S; what all requests hold together is bounded as well
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+import anyio
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .refusal import RETRY_S, Refusal
+
+BODY_S = 10.0  # for a whole body
+MAX_HELD = 32  # times `max_bytes`: what all requests under way may hold together
+LINGER_S = 2.0  # how long the rest of a refused body is read and thrown away, so that its sender can read why
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]*))(?::\d+)?")
+
+
+def error_response(sentence: str, status: int, headers: dict[str, str] | None = None) -> Response:
+    """A refusal as the protocol wants it."""
+    if status == 503:
+        headers = {**(headers or {}), "Retry-After": str(RETRY_S)}
+    return Response(msgspec.json.encode({"error": sentence}), status, headers, "application/json")
+
+
+class Door:
+    """ASGI middleware: the app behind it finds the whole body in its first message."""
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str], max_bytes: int) -> None:
+        self._app = app
+        self._hosts = {_bare(host) for host in (*allowed_hosts, *LOOPBACK)}
+        self._max_bytes = max_bytes
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        chunks: list[bytes] = []
+        try:
+            try:
+                headers = self._check(scope)
+                if b"content-length" in headers or b"transfer-encoding" in headers:
+                    with anyio.fail_after(BODY_S):
+                        await self._read(receive, chunks)
+            except Refusal as refusal:
+                await _refuse(error_response(str(refusal), refusal.status), scope, receive, send)
+                return
+            except TimeoutError:
+                late = error_response(f"the body did not come within {BODY_S:g} s", 408, {"Connection": "close"})
+                await late(scope, receive, send)
+                return
+            body = b"".join(chunks)
+
+            async def whole() -> Message:
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            await self._app(scope, whole, send)
+        finally:
+            self._held -= sum(map(len, chunks))
+
+    def _check(self, scope: Scope) -> dict[bytes, bytes]:
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")  # the server has refused a second one
+        if _bare(host) not in self._hosts:
+            raise Refusal(f"the host {host[:80]!r} is not allowed here, only {', '.join(sorted(self._hosts))}", 403)
+        origin = headers.get(b"origin")
+        if origin is not None and _origin_host(origin.decode("latin-1")) not in self._hosts:
+            raise Refusal(f"pages of {origin.decode('latin-1')[:80]!r} may not ask here", 403)
+        length = headers.get(b"content-length", b"0")
+        if int(length) > self._max_bytes:  # the server has made sure that it is a number
+            raise self._too_large(f"has {int(length)} bytes")
+        return headers
+
+    async def _read(self, receive: Receive, chunks: list[bytes]) -> None:
+        num_bytes, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Refusal("the client has gone")
+            chunk = message.get("body", b"")
+            chunks.append(chunk)
+            num_bytes += len(chunk)
+            self._held += len(chunk)
+            if num_bytes > self._max_bytes:
+                raise self._too_large("is longer")
+            if self._held > MAX_HELD * self._max_bytes:
+                raise Refusal("the requests under way hold too much memory together", 503)
+            more = message.get("more_body", False)
+
+    def _too_large(self, what: str) -> Refusal:
+        return Refusal(f"the body {what}, at most {self._max_bytes} are taken; send fewer rows at a time", 413)
+
+
+async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer, throw away what still comes for a while, then hang up: a connection that is closed with bytes unread is
+    reset, and the client would see that instead of the answer."""
+    headers = [*response.raw_headers, (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    with anyio.move_on_after(LINGER_S):
+        while (await receive()).get("more_body", False):
+            continue
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _bare(host: str) -> str:
+    """A host without its port and brackets, in small letters; what is none stays as it is, and will not be found."""
+    match = _HOST.fullmatch(host.strip().lower())
+    return (match[1] or match[2]) if match else host.lower()
+
+
+def _origin_host(origin: str) -> str:
+    with contextlib.suppress(ValueError):
+        return urlsplit(origin).hostname or ""
+    return ""

@@ -1,0 +1,202 @@
+"""Rounds: local SGD and DiLoCo written as plain loops, with all workers in one process. What the strategies must equal.
+
+`Crew` is so many copies of a model, each with an optimizer of its own; `local` and `diloco` train it. A worker's samples
+of a step are whatever `given(rank, step)` says: a tensor, or None for a worker that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hora.collectives import Group
+from trainings import batch, loss_of, mlp, parameters_of, training
+
+Given = Callable[[int, int], torch.Tensor | None]
+SMALL = 5
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
+}
+
+
+def even(size: int) -> Given:
+    return lambda rank, step: batch(step).chunk(size)[rank]
+
+
+def uneven(size: int) -> Given:
+    """More the higher the rank."""
+
+    def given(rank: int, step: int) -> torch.Tensor:
+        whole = batch(step)
+        edges = [len(whole) * r * (r + 1) // (size * (size + 1)) for r in range(size + 1)]
+        return whole[edges[rank] : edges[rank + 1]]
+
+    return given
+
+
+class Crew:
+    def __init__(
+        self, size: int, given: Given, optimizer: str = "sgd", build: Callable[[], torch.nn.Module] | None = None
+    ) -> None:
+        self.models = [(build or (lambda: mlp(SMALL)))() for _ in range(size)]
+        self.optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in self.models]
+        self.given = given
+        self.seen = [0.0] * size
+
+    def step(self, step: int) -> None:
+        """Everybody by itself."""
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            x = self.given(rank, step)
+            if x is not None:
+                optimizer.zero_grad()
+                loss_of(model, x).backward()
+                optimizer.step()
+                self.seen[rank] += len(x)
+
+    def step_together(self, step: int) -> None:
+        """With the mean gradient over all samples."""
+        parts = [self.given(rank, step) for rank in range(len(self.models))]
+        whole = torch.cat([x for x in parts if x is not None])
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, whole).backward()
+            optimizer.step()
+
+    @property
+    def columns(self) -> list[list[torch.Tensor]]:
+        """Each parameter, of all workers."""
+        return [[p.detach() for p in each] for each in zip(*(m.parameters() for m in self.models), strict=True)]
+
+    def mean(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """By samples."""
+        total = sum(self.seen)
+        return sum((t * (seen / total) for t, seen in zip(tensors, self.seen, strict=True)), torch.zeros_like(tensors[0]))
+
+    def average(self) -> None:
+        if sum(self.seen):
+            for column in self.columns:
+                mean = self.mean(column)
+                for parameter in column:
+                    parameter.copy_(mean)
+        self.seen = [0.0] * len(self.seen)
+
+    def result(self) -> list[torch.Tensor]:
+        return parameters_of(self.models[0])
+
+
+def local(crew: Crew, steps: int, every: int | Callable[[int], int], warmup: int = 0) -> list[torch.Tensor]:
+    """`every(step)`: how long the round is that begins there. The last round ends where the steps do."""
+    interval = every if callable(every) else lambda step: every
+    begin = warmup
+    for step in range(steps):
+        if step < warmup:
+            crew.step_together(step)
+            continue
+        crew.step(step)
+        if step + 1 - begin >= interval(begin):
+            crew.average()
+            begin = step + 1
+    crew.average()
+    return crew.result()
+
+
+def diloco(
+    crew: Crew,
+    steps: int,
+    every: int,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    cut: Sequence[Sequence[int]] | None = None,
+    overlap: int = 0,
+    warmup: int = 0,
+) -> list[torch.Tensor]:
+    """`cut`: which parameters belong to which fragment; fragment f of k is exchanged after every·(f + 1)/k steps of a
+    round. What is exchanged after step t is taken over after step t + overlap, and what was done meanwhile is kept."""
+    size = len(crew.models)
+    num = len(crew.columns)
+    cut = cut or [list(range(num))]
+    for step in range(warmup):
+        crew.step_together(step)
+    points = [column[0].clone() for column in crew.columns]
+    outer = torch.optim.SGD(points, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    seen = [[0.0] * size for _ in cut]  # by fragment
+    under_way: list[tuple[int, int, list[torch.Tensor], list[list[torch.Tensor]]]] = []
+
+    def send(fragment: int, due: int) -> None:
+        crew.seen, seen[fragment] = seen[fragment], [0.0] * size
+        if sum(crew.seen):
+            left = [[p.clone() for p in crew.columns[index]] for index in cut[fragment]]
+            drifts = [crew.mean([points[i] - p for p in each]) for i, each in zip(cut[fragment], left, strict=True)]
+            under_way.append((due, fragment, drifts, left))
+
+    def arrive(step: int) -> None:
+        while under_way and under_way[0][0] <= step:
+            _, fragment, drifts, left = under_way.pop(0)
+            for index, drift in zip(cut[fragment], drifts, strict=True):
+                points[index].grad = drift
+            outer.step()
+            for index, were in zip(cut[fragment], left, strict=True):
+                points[index].grad = None
+                for parameter, was in zip(crew.columns[index], were, strict=True):
+                    parameter.copy_(points[index] + (parameter - was))
+
+    turn = 0
+    in_round = 0
+    for step in range(warmup, steps):
+        crew.seen = [0.0] * size
+        crew.step(step)
+        seen = [[a + b for a, b in zip(each, crew.seen, strict=True)] for each in seen]
+        in_round += 1
+        arrive(step + 1)
+        if in_round >= max(1, every * (turn + 1) // len(cut)):
+            arrive(1 << 30)
+            send(turn, step + 1 + overlap)
+            turn = (turn + 1) % len(cut)
+            in_round = 0 if turn == 0 else in_round
+            arrive(step + 1)
+    arrive(1 << 30)
+    for fragment in range(len(cut)):
+        send(fragment, 0)
+    arrive(0)
+    return crew.result()
+
+
+def work(
+    group: Group,
+    strategy: str,
+    steps: int,
+    given: Given | None = None,
+    optimizer: str = "sgd",
+    build: Callable[[], torch.nn.Module] | None = None,
+    each: Callable[[Any, torch.nn.Module, int], None] | None = None,
+) -> list[torch.Tensor]:
+    """The same as a user's loop on one rank; `each(training, model, step)` is called after every step."""
+    one = training(group, strategy)
+    model = (build or (lambda: mlp(SMALL)))()
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    one.prepare(model, chosen)
+    given = given or even(group.size)
+    for step in range(steps):
+        x = given(group.rank, step)
+        assert x is not None
+        one.weight(len(x))
+        chosen.zero_grad()
+        loss_of(model, x).backward()
+        chosen.step()
+        if each:
+            each(one, model, step)
+    one.depart()
+    return parameters_of(model)
+
+
+def assert_same(results: Sequence[Sequence[torch.Tensor]], wanted: Sequence[torch.Tensor], rtol: float = 1e-9) -> None:
+    """Bit for bit on every rank, and close to what is wanted."""
+    for rank, found in enumerate(results):
+        for number, (mine, first, other) in enumerate(zip(found, results[0], wanted, strict=True)):
+            assert torch.equal(mine, first), f"tensor {number} on rank {rank} is not that of rank 0"
+            torch.testing.assert_close(mine, other, rtol=rtol, atol=rtol / 100, msg=lambda m, n=number: f"{n}: {m}")

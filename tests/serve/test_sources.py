@@ -1,0 +1,358 @@
+"""Sources and the publisher: which parameters a predictor gets, of which moment, and which it never gets."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+import pytest
+import torch
+
+from hora.coordinator import LocalHub, Member
+from hora.errors import OutOfMemory
+from hora.roster import Roster
+from hora.serve import publisher as publishing
+from hora.serve.config import ServeConfig, address_of, batch_of, every_of
+from hora.serve.protocol import Signature
+from hora.serve.publisher import Offer, Publisher, note_signature
+from hora.serve.showcase import Showcase
+from hora.serve.source import Stamp
+from hora.serve.sources import FromServers, FromShowcases
+from hora.server.host import layout_of
+from hora.server.layout import Layout
+from hora.server.memory import Memory
+from hora.server.messages import Begin, Push
+from hora.server.shelf import Shelf
+from hora.server.state import Rules, Server
+from hora.strategies import parse
+from hora.strategies.sync import Sync
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(3, 2)
+        self.scale = torch.nn.Parameter(torch.zeros(4), requires_grad=False)  # that no optimizer has
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("mask", torch.full((2,), float("-inf")))
+
+
+def roster_of(model: Model) -> Roster:
+    return Roster([model], [torch.optim.SGD(model.line.parameters(), lr=1.0)])
+
+
+def shown(roster: Roster) -> Showcase:
+    return Showcase.create(roster.parameters, roster.buffers, roster.entries())
+
+
+def publish(showcase: Showcase, roster: Roster, value: float, stamp: Stamp) -> None:
+    parameters = [torch.full_like(parameter, value) for parameter in roster.parameters]
+    showcase.publish(parameters, {"mean": torch.full((5,), value), "mask": roster.buffers["mask"]}, stamp)
+
+
+def values(model: Model) -> set[float]:
+    tensors = [*model.parameters(), model.mean]
+    return {float(value) for tensor in tensors for value in tensor.detach().reshape(-1)}  # type: ignore[union-attr]
+
+
+# -- showcases ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_is_loaded_and_the_step_never_goes_back() -> None:
+    model = Model()
+    roster = roster_of(model)
+    showcase = shown(roster)
+    source = FromShowcases(roster, [showcase])
+    before = values(model)
+    assert source.refresh() is None and values(model) == before
+    for step in (0, 3, 3, 2, 7):
+        publish(showcase, roster, float(step), Stamp(step))
+        expected = max(step, 3) if step else 0
+        assert source.refresh() == Stamp(expected) and values(model) == {float(expected)}
+    source.close()
+    assert source.refresh() == Stamp(7), "what is mapped stays readable after its owner's end"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_never_loaded(bad: float) -> None:
+    model = Model()
+    roster = roster_of(model)
+    showcase = shown(roster)
+    source = FromShowcases(roster, [showcase])
+    publish(showcase, roster, bad, Stamp(1))
+    assert source.refresh() is None
+    publish(showcase, roster, 1.0, Stamp(2))
+    assert source.refresh() == Stamp(2), "a mask that was infinite from the start is no obstacle"
+    publish(showcase, roster, bad, Stamp(3))
+    assert source.refresh() == Stamp(2) and source.refresh() == Stamp(2) and values(model) == {1.0}
+    publish(showcase, roster, 4.0, Stamp(4))
+    assert source.refresh() == Stamp(4) and values(model) == {4.0}
+
+
+def test_of_several_workers_the_later_round_counts_then_the_later_local_step() -> None:
+    model = Model()
+    roster = roster_of(model)
+    cases = [shown(roster) for _ in range(3)]
+    source = FromShowcases(roster, cases[:2])
+    source.add(cases[2])
+    story = [
+        (0, Stamp(0, round=0, local_step=0), 1.0),
+        (1, Stamp(3, round=0, local_step=3), 2.0),
+        (2, Stamp(2, round=0, local_step=2), 2.0),
+        (0, Stamp(8, round=1, local_step=0), 4.0),
+        (1, Stamp(7, round=0, local_step=7), 4.0),
+        (2, Stamp(9, round=1, local_step=1), 6.0),
+    ]
+    for number, (case, stamp, expected) in enumerate(story, start=1):
+        publish(cases[case], roster, float(number), stamp)
+        source.refresh()
+        assert values(model) == {expected}, stamp
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+class Servers:
+    """Servers as state machines in this process, whose memory is read as a predictor reads it."""
+
+    def __init__(self, roster: Roster, mode: str, num_servers: int = 2) -> None:
+        self.layout: Layout = layout_of(roster, num_servers, 1 << 20)
+        self.memories = [Memory(len(part.blocks), part.num_bytes) for part in self.layout.parts]
+        self.servers = []
+        for number, (part, memory) in enumerate(zip(self.layout.parts, self.memories, strict=True)):
+            twin = roster_of(Model())
+            shelf = Shelf(part, memory, twin.parameters, twin.names, twin.optimizers)
+            self.servers.append(Server(shelf, Rules(mode=mode), number=number, num_servers=num_servers))
+            self.servers[-1].join(0)
+
+    def fill(self, value: float, step: int = 0) -> None:
+        for server in self.servers:
+            for parcel in server.shelf.part.parcels:
+                server.shelf.fill(parcel, [torch.full((block.numel,), value) for block in parcel.blocks], step)
+
+    def begin(self, number: int, step: int, reaches: int) -> None:
+        parcels = self.servers[number].shelf.part.parcels
+        self.servers[number].handle(0, Begin(step, 0, len(parcels), reaches=reaches))
+
+    def push(self, number: int, step: int, gradient: float) -> None:
+        server = self.servers[number]
+        for parcel in server.shelf.part.parcels:
+            base = server.shelf.versions(parcel)
+            gradients = [torch.full((block.numel,), gradient) for block in parcel.blocks]
+            server.handle(0, Push(step, parcel.number, base), gradients)
+
+
+def test_in_sync_only_parameters_of_one_step_are_read() -> None:
+    model = Model()
+    roster = roster_of(model)
+    servers, showcase = Servers(roster, "sync"), shown(roster)
+    source = FromServers(roster, servers.layout, servers.memories, showcase, together=True)
+    assert source.refresh() is None
+    publish(showcase, roster, 10.0, Stamp(0))
+    servers.fill(10.0)
+    assert source.refresh() == Stamp(0) and values(model) == {10.0}
+    for number in (0, 1):
+        servers.begin(number, 0, reaches=1)
+    servers.push(0, 0, 1.0)
+    assert source.refresh() == Stamp(0) and values(model) == {10.0}, "one server is a step ahead"
+    servers.push(1, 0, 1.0)
+    assert source.refresh() == Stamp(1)
+    assert {float(value) for value in model.line.weight.detach().view(-1)} == {9.0}
+    assert {float(value) for value in model.mean} == {10.0}, "buffers are as rank 0 shows them"
+    servers.fill(5.0, step=40)
+    assert source.refresh() == Stamp(40), "restored"
+
+
+def test_where_servers_cannot_be_met_at_rest_rank_0s_newer_parameters_are_taken() -> None:
+    model = Model()
+    roster = roster_of(model)
+    servers, showcase = Servers(roster, "sync"), shown(roster)
+    source = FromServers(roster, servers.layout, servers.memories, showcase, together=True)
+    servers.fill(10.0)
+    servers.begin(0, 0, reaches=1)
+    servers.push(0, 0, 1.0)
+    publish(showcase, roster, 3.0, Stamp(6))
+    assert source.refresh() == Stamp(6) and values(model) == {3.0}
+
+
+def test_in_async_the_stamp_is_the_lowest_version_and_the_spread() -> None:
+    model = Model()
+    roster = roster_of(model)
+    servers, showcase = Servers(roster, "async"), shown(roster)
+    source = FromServers(roster, servers.layout, servers.memories, showcase, together=False)
+    publish(showcase, roster, 0.0, Stamp(0))
+    servers.fill(0.0)
+    assert source.refresh() == Stamp(0, spread=0)
+    for step in range(3):
+        servers.begin(0, step, reaches=0)
+        servers.push(0, step, 1.0)
+    assert source.refresh() == Stamp(0, spread=3)
+    servers.begin(1, 0, reaches=0)
+    servers.push(1, 0, float("nan"))
+    assert source.refresh() == Stamp(0, spread=3), "it is not finite"
+    servers.fill(1.0, step=100)
+    assert source.refresh() == Stamp(100, spread=0) and float(model.line.bias.detach()[0]) == 1.0
+
+
+def test_a_reader_of_blocks_never_meets_half_an_update() -> None:
+    model = Model()
+    roster = roster_of(model)
+    servers, showcase = Servers(roster, "async", 1), shown(roster)
+    source = FromServers(roster, servers.layout, servers.memories, showcase, together=False)
+    publish(showcase, roster, 0.0, Stamp(0))
+    servers.fill(0.0)
+    stop = threading.Event()
+
+    def train() -> None:
+        step = 0
+        with torch.no_grad():
+            while not stop.is_set():
+                servers.begin(0, step, reaches=0)
+                servers.push(0, step, -1.0)
+                step += 1
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        for _ in range(300):
+            source.refresh()
+            for parameter in model.line.parameters():
+                assert len(set(parameter.detach().view(-1).tolist())) == 1, "a block is of two versions"
+            time.sleep(0)
+    finally:
+        stop.set()
+        trainer.join()
+
+
+# -- the publisher -----------------------------------------------------------------------------------------------------
+
+
+def trained(rounds: int | None = None) -> tuple[Model, Sync]:
+    model = Model()
+    sync = parse("ring").sync(roster_of(model))
+    sync.rounds = rounds
+    return model, sync
+
+
+def publisher(sync: Sync, rank: int = 0, **options: object) -> tuple[Publisher, Offer | None]:
+    hub = LocalHub(1)
+    control = hub.line()
+    control.join(Member("worker", 0, "here", 1))
+    made = Publisher(ServeConfig(**options), rank, sync, control, b"t" * 32)  # type: ignore[arg-type]
+    words = hub.coordinator.values(f"showcase/{rank}").get(f"showcase/{rank}")
+    return made, None if words is None else msgspec.msgpack.decode(words, type=Offer)
+
+
+def newest(made: Publisher) -> Stamp | None:
+    assert made._showcase is not None
+    return made._showcase.newest()
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [("step", [1, 2, 3, 4, 5]), ("2", [0, 2, 2, 4, 4]), ("3600s", [0] * 5), ("0s", [1, 2, 3, 4, 5])],
+)
+def test_parameters_are_shown_when_they_are_due(every: str, expected: list[int]) -> None:
+    _, sync = trained()
+    made, offer = publisher(sync, every=every)
+    assert offer is not None and offer.address and newest(made) == Stamp(0), "at once"
+    found = []
+    for step in range(1, 6):
+        made.show(step)
+        stamp = newest(made)
+        assert stamp is not None
+        found.append(stamp.step)
+    assert found == expected
+    made.show(5, at_once=True)
+    assert newest(made) == Stamp(5)
+    made.close(well=True)
+
+
+def test_with_rounds_what_was_agreed_upon_is_shown_and_only_then() -> None:
+    _, sync = trained(rounds=0)
+    made, _ = publisher(sync, every="step")
+    assert newest(made) == Stamp(0, round=0, local_step=0)
+    sync.local_steps = 3
+    made.show(3)
+    assert newest(made) == Stamp(0, round=0, local_step=0)
+    sync.rounds, sync.local_steps = 1, 0
+    made.show(8)
+    assert newest(made) == Stamp(8, round=1, local_step=0)
+    sync.local_steps = 2
+    made.show(10, at_once=True)
+    assert newest(made) == Stamp(8, round=1, local_step=0), "it is still of the round's end"
+    made.close(well=True)
+
+
+def test_newest_shows_every_workers_own_parameters_within_the_round() -> None:
+    _, sync = trained(rounds=0)
+    made, offer = publisher(sync, rank=1, every="2", source="newest")
+    assert offer is not None
+    sync.local_steps = 2
+    made.show(2)
+    assert newest(made) == Stamp(2, round=0, local_step=2)
+    made.close(well=True)
+    other, offer = publisher(sync, rank=1)
+    assert offer is None and other._showcase is None, "the average is rank 0's to show"
+
+
+def test_too_little_memory_is_a_warning_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> Showcase:
+        raise OutOfMemory("3 MiB of shared memory wanted, 2 MiB left")
+
+    monkeypatch.setattr(publishing.Showcase, "create", refuse)
+    _, sync = trained()
+    made, offer = publisher(sync)
+    assert offer is not None and "2 MiB left" in offer.problem
+    made.show(1, at_once=True)
+    made.close(well=True)
+    assert len([record for record in caplog.records if "2 MiB left" in record.message]) == 1
+
+
+def test_a_buffer_that_changes_its_shape_ends_the_showing_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    model, sync = trained()
+    made, _ = publisher(sync, every="step")
+    model.mean = torch.zeros(6)
+    made.show(1)
+    made.show(2)
+    assert len([record for record in caplog.records if "buffer mean" in record.message]) == 1
+
+
+def test_the_signature_is_that_of_the_first_forward_in_training() -> None:
+    model = torch.nn.Linear(3, 2)
+    told: list[bytes] = []
+    note_signature(model, told.append)
+    model.eval()(torch.zeros(1, 3))
+    with torch.no_grad():
+        model.train()(torch.zeros(1, 3))
+    assert told == []
+    model(torch.zeros(4, 3))
+    model(torch.zeros(4, 3))
+    (words,) = told
+    signature = msgspec.json.decode(words, type=Signature)
+    assert [(spec.name, spec.shape) for spec in signature.inputs] == [("input", [-1, 3])]
+    assert [(spec.name, spec.shape) for spec in signature.outputs] == [("output", [-1, 2])]
+    assert not model._forward_hooks
+    note_signature(torch.jit.script(torch.nn.Linear(3, 2)), told.append)
+    assert len(told) == 1, "a module without hooks has none, and that is no error"
+
+
+# -- what was asked for ------------------------------------------------------------------------------------------------
+
+
+def test_addresses_times_and_batches_as_they_are_spelled() -> None:
+    assert address_of("8000") == address_of(":8000") == ("127.0.0.1", 8000)
+    assert address_of("0.0.0.0:1") == ("0.0.0.0", 1) and address_of("[::1]:80") == ("::1", 80)
+    assert (every_of("step").steps, every_of("12").steps, every_of("0.5s").seconds) == (1, 12, 0.5)
+    assert batch_of("64,2") == (64, 2.0) and batch_of("8") == (8, 2.0)
+    for wrong in ("", "x", "70000", "a b:1", "-1"):
+        with pytest.raises(ValueError, match="--serve takes"):
+            address_of(wrong)
+    for wrong in ("", "0", "1.5", "-1s", "s"):
+        with pytest.raises(ValueError, match="--serve-every takes"):
+            every_of(wrong)
+    config = ServeConfig(host="::", port=1, hosts=("a",), every="2", source="newest", after=True, checkpoint="c")
+    assert ServeConfig.parse(config.spell()) == config and config.url == "http://[::]:1"
