@@ -1,7 +1,7 @@
 """Rounds: local SGD and DiLoCo written as plain loops, with all workers in one process. What the strategies must equal.
 
-`Crew` is so many copies of a model, each with an optimizer of its own; `local` and `diloco` train it. A worker's samples
-of a step are whatever `given(rank, step)` says: a tensor, or None for a worker that has none.
+`Crew` is so many copies of a model, each with an optimizer of its own; `local` and `diloco` train it. A worker's
+samples of a step are whatever `given(rank, step)` says: a tensor, or None for a worker that has none.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def even(size: int) -> Given:
 
 
 def uneven(size: int) -> Given:
-    """More the higher the rank."""
+    """In three steps the higher ranks have more, in the next three others."""
 
     def given(rank: int, step: int) -> torch.Tensor:
-        whole = batch(step)
+        whole, part = batch(step), (rank + step // 3) % size
         edges = [len(whole) * r * (r + 1) // (size * (size + 1)) for r in range(size + 1)]
-        return whole[edges[rank] : edges[rank + 1]]
+        return whole[edges[part] : edges[part + 1]]
 
     return given
 
@@ -75,7 +75,9 @@ class Crew:
     def mean(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """By samples."""
         total = sum(self.seen)
-        return sum((t * (seen / total) for t, seen in zip(tensors, self.seen, strict=True)), torch.zeros_like(tensors[0]))
+        return sum(
+            (t * (seen / total) for t, seen in zip(tensors, self.seen, strict=True)), torch.zeros_like(tensors[0])
+        )
 
     def average(self) -> None:
         if sum(self.seen):

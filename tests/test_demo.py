@@ -67,7 +67,7 @@ def test_the_demo_trains_under_every_strategy_and_all_learn_the_same(home: pathl
     losses = [float(row[3]) for row in rows if row[0] not in apart]  # those that step together
     assert max(losses) - min(losses) <= 0.02 * max(losses)
     sent = {row[0]: int(row[6].replace(",", "")) for row in rows if row[0] != "engine"}
-    assert max(sent[text] for text in demo.LOCAL) < 0.2 * sent["ring"]
+    assert max(sent[text] for text in demo.LOCAL) < 0.3 * sent["ring"]
     assert re.search(r"against the ring's: local:every=8 \d+%, .*diloco:every=32 \d%", done.stdout)
     assert "ring, 2 workers: 150 steps in" in done.stdout or "ring, 4 workers: 150 steps in" in done.stdout
     assert "examples/gpt.py" in done.stdout and "\x1b" not in done.stdout and "━ " not in done.stdout

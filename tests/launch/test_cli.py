@@ -10,7 +10,7 @@ import click
 import pytest
 
 from conftest import SCRIPTS, Launcher
-from hora.launch import cli, codes
+from hora.launch import cli, codes, options
 
 RUN = ["run", "-n", "2"]
 
@@ -112,4 +112,4 @@ def test_help_and_usage_errors_do_not_import_torch(arguments: list[str]) -> None
 
 
 def test_sizes_count_in_steps_of_1024() -> None:
-    assert cli._Sizes().convert("100, 4K,1m,2GB", None, None) == [100, 4096, 1 << 20, 2 << 30]
+    assert options.Sizes().convert("100, 4K,1m,2GB", None, None) == [100, 4096, 1 << 20, 2 << 30]

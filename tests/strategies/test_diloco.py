@@ -70,7 +70,8 @@ def test_more_fragments_than_parameters_leave_some_empty() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fragments", "overlap", "every", "steps"), [(1, 1, 4, 12), (1, 3, 4, 14), (2, 1, 4, 13), (3, 2, 9, 22), (1, 2, 5, 6)]
+    ("fragments", "overlap", "every", "steps"),
+    [(1, 1, 4, 12), (1, 3, 4, 14), (2, 1, 4, 13), (3, 2, 9, 22), (1, 2, 5, 6)],
 )
 def test_what_is_done_while_a_drift_travels_is_kept(fragments: int, overlap: int, every: int, steps: int) -> None:
     """The drift is taken after step t, the result taken over after t + overlap."""

@@ -1,4 +1,4 @@
-"""Local SGD through servers: with a barrier it is the mean that a collective gives; without, nobody waits for anybody."""
+"""Local SGD through servers: with a barrier it is the mean of a collective; without, nobody waits for anybody."""
 
 from __future__ import annotations
 
@@ -217,6 +217,18 @@ def test_one_worker_alone_trains_as_plain_pytorch(
     torch.testing.assert_close(ranks.run(1, script)[0], state(model), rtol=1e-9, atol=1e-11)
 
 
+def test_reports_follow_the_schedule() -> None:
+    """A round that has begun keeps its length: 2 from step 0, 3 from step 2 on, 4 from step 4 on."""
+
+    def script(group: Group) -> list[int]:
+        rounds: list[int] = []
+        work(group, "local:every=2/3@2/4@4,via=ps,barrier=false", 10,
+             each=lambda one, model, step: rounds.append(one.sync.rounds))  # fmt: skip
+        return rounds
+
+    assert ranks.run(1, script) == [[0, 1, 1, 1, 2, 2, 2, 2, 3, 3]]
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_optimizers_of_one_worker_leave_nothing_behind(first: int) -> None:
     """Whichever steps first, in steps of two backwards that weigh differently."""
@@ -383,7 +395,9 @@ def test_without_a_barrier_a_refused_step_is_one_workers_own_affair(fused: bool)
     assert ranks.run(2, script) == [(3, 4.0), (2, 4.0)]
 
 
-@pytest.mark.parametrize("strategy", ["local:every=3,via=ps", "local:every=3,via=ps/2tcp", "local:every=3,via=ps,barrier=false"])
+@pytest.mark.parametrize(
+    "strategy", ["local:every=3,via=ps", "local:every=3,via=ps/2tcp", "local:every=3,via=ps,barrier=false"]
+)
 def test_a_run_that_is_restored_goes_on_as_the_one_that_saved(strategy: str, tmp_path: pathlib.Path) -> None:
     """In the middle of a round, with one worker where nobody waits; twice in one process."""
     size = 1 if "barrier" in strategy else 2

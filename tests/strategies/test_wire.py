@@ -92,7 +92,9 @@ def test_the_sum_of_what_arrived_tracks_the_sum_of_what_was_sent(wire: str, size
     """Each vector is small numbers beside large ones, so that rounding takes always the same away; over 200 rounds it
     arrives nevertheless, with an error that does not grow. Workers count by other shares in every round."""
     numel, num_rounds = BLOCK + 300, 200
-    shares = [[(1 + (rank + number) % size) / (size * (size + 1) / 2) for rank in range(size)] for number in range(size)]
+    shares = [
+        [(1 + (rank + number) % size) / (size * (size + 1) / 2) for rank in range(size)] for number in range(size)
+    ]
 
     def given(rank: int, number: int) -> torch.Tensor:
         vector = numbers(numel, 1000 * rank + number, 1e-4) + 1e-3

@@ -51,17 +51,26 @@ KINDS = (
 )
 
 
-def main(size: int, strategy: str, seconds: float, repeats: int, json_path: str | None) -> int:
-    measured: dict[str, list[dict[str, Any]]] = {kind.name: [] for kind in KINDS}
+def choose(names: Sequence[str] | None) -> list[Kind]:
+    """The kinds with these names, besides `off`, with which all are compared; ValueError says what there is."""
+    known = {kind.name: kind for kind in KINDS}
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"there is no {name!r} to measure; there are: {', '.join(known)}")
+    return [kind for kind in KINDS if names is None or kind.name in names or not kind.serves]
+
+
+def main(kinds: Sequence[Kind], size: int, strategy: str, seconds: float, repeats: int, json_path: str | None) -> int:
+    measured: dict[str, list[dict[str, Any]]] = {kind.name: [] for kind in kinds}
     for repeat in range(repeats):
-        for kind in KINDS:
+        for kind in kinds:
             try:
                 measured[kind.name].append(_measure(kind, size, strategy, seconds))
             except RuntimeError as problem:
                 print(f"hora bench serve: {kind.name}: {problem}", file=sys.stderr, flush=True)
                 return 1
             print(f"{repeat + 1} of {repeats}: {kind.name}", file=sys.stderr, flush=True)
-    rows = [_row(kind, measured[kind.name], measured["off"]) for kind in KINDS]
+    rows = [_row(kind, measured[kind.name], measured["off"]) for kind in kinds]
     _print(rows, size, strategy, seconds, repeats)
     if json_path is not None:
         facts = {"size": size, "strategy": strategy, "seconds": seconds, "machine": machine_text()}

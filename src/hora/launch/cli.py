@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import pathlib
-import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from hora.bench.cli import bench
+
 from . import codes
+from .options import Servers, Sizes, Whole
 
 if TYPE_CHECKING:
     from hora.serve.config import ServeConfig
@@ -46,51 +48,6 @@ Exit codes:
 """
 
 
-class _Whole(click.ParamType):
-    """A whole number of at least 1."""
-
-    name = "N"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            number = int(str(value))
-        except ValueError:
-            number = 0
-        if number < 1:
-            flag = param.opts[0] if param else "it"
-            self.fail(f"{flag} takes a whole number of at least 1, not {str(value)!r}; e.g. {flag} 4", param, ctx)
-        return number
-
-
-class _Servers(click.ParamType):
-    """A whole number, or `colocated`; what else is wrong with it, RunConfig says."""
-
-    name = "S"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        try:
-            return int(str(value))
-        except ValueError:
-            return str(value)
-
-
-class _Sizes(click.ParamType):
-    """Sizes in bytes as 4K,64K,1M: K, M and G count in steps of 1024."""
-
-    name = "SIZES"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        if isinstance(value, list):
-            return value
-        sizes = []
-        for part in str(value).split(","):
-            match = re.fullmatch(r"(\d+)([KMG]?)B?", part.strip().upper())
-            if match is None or int(match[1]) == 0:
-                self.fail(f"--sizes takes sizes as 4K,64K,1M, not {part.strip()!r}", param, ctx)
-            sizes.append(int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]])
-        return sizes
-
-
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="Every command explains itself: hora run --help",
@@ -110,7 +67,7 @@ def hora(ctx: click.Context) -> None:
 @hora.command(
     help=_RUN_HELP, epilog=_RUN_EPILOG, context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]"
 )
-@click.option("-n", "size", type=_Whole(), default=1, help="How many ranks, e.g. -n 4. Without it: 1.")
+@click.option("-n", "size", type=Whole(), default=1, help="How many ranks, e.g. -n 4. Without it: 1.")
 @click.option(
     "--strategy",
     metavar="TEXT",
@@ -119,7 +76,7 @@ def hora(ctx: click.Context) -> None:
 )
 @click.option(
     "--servers",
-    type=_Servers(),
+    type=Servers(),
     metavar="S",
     help="Parameter servers besides the ranks, for strategies that use them, e.g. --servers 2; or --servers colocated, "
     "inside the ranks' processes. Without it: a number measured on this machine, and one line that explains it; "
@@ -171,7 +128,7 @@ def hora(ctx: click.Context) -> None:
 )
 @click.option(
     "--max-steps",
-    type=_Whole(),
+    type=Whole(),
     metavar="N",
     help="All workers leave their loops after N steps of the optimizer, e.g. --max-steps 100.",
 )
@@ -371,7 +328,7 @@ def serve_checkpoint(
 
 @hora.command()
 @click.argument("what", metavar="NAME", type=click.Choice(["ring", "tree", "halving", "star", "reduce"]))
-@click.option("-n", "size", type=_Whole(), default=5, help="How many ranks, e.g. -n 5. Without it: 5.")
+@click.option("-n", "size", type=Whole(), default=5, help="How many ranks, e.g. -n 5. Without it: 5.")
 def explain(what: str, size: int) -> int:
     """Print an algorithm's schedule, step by step: who sends which chunk to whom, and the sums in every chunk.
 
@@ -389,269 +346,7 @@ def explain(what: str, size: int) -> int:
     return codes.OK
 
 
-@hora.group(no_args_is_help=False, invoke_without_command=True)
-@click.pass_context
-def bench(ctx: click.Context) -> None:
-    """Measure Hora against its peers on this machine.
-
-    \b
-      hora bench allreduce -n 2
-      hora bench train -n 2 --model mlp
-      hora bench ps -n 2 --servers 1
-      hora bench staleness --plot staleness.png
-      hora bench local -n 4 --rates 100mbit
-    """
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
-
-
-@bench.command()
-@click.option("-n", "size", type=_Whole(), default=2, help="How many ranks, e.g. -n 4. Without it: 2.")
-@click.option(
-    "--sizes",
-    type=_Sizes(),
-    default="4K,64K,1M,16M,100M",
-    help="Sizes in bytes, e.g. --sizes 4K,1M. Without it: 4K,64K,1M,16M,100M.",
-)
-@click.option("--repeats", type=_Whole(), default=20, help="Measurements of each, e.g. --repeats 50. Without it: 20.")
-@click.option("--only", metavar="NAMES", help="Measure only these, e.g. --only auto,ring/shm,gloo.")
-@click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
-)
-@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
-def allreduce(
-    size: int, sizes: list[int], repeats: int, only: str | None, json_path: str | None, plot_path: str | None
-) -> int:
-    """Every algorithm and transport, and in the same run Gloo and, where installed, OpenMPI.
-
-    \b
-      hora bench allreduce -n 2 --sizes 4K,1M --json out.jsonl
-    """
-    from hora.bench.allreduce import main as measure
-
-    names = [name.strip() for name in only.split(",") if name.strip()] if only else None
-    try:
-        return measure(size, sizes, repeats, json_path, plot_path, names)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-
-
-@bench.command()
-@click.option("-n", "size", type=_Whole(), default=2, help="How many ranks, e.g. -n 4. Without it: 2.")
-@click.option(
-    "--model",
-    type=click.Choice(["mlp", "gpt", "cnn"]),
-    default="mlp",
-    help="What is trained, e.g. --model gpt. Without it: mlp.",
-)
-@click.option("--steps", type=_Whole(), default=5, help="Steps of each in a round, e.g. --steps 10. Without it: 5.")
-@click.option("--rounds", type=_Whole(), default=10, help="Rounds of all in turn, e.g. --rounds 20. Without it: 10.")
-@click.option("--only", metavar="NAMES", help="Measure only these, e.g. --only independent,ddp/gloo,shared.")
-@click.option(
-    "--all", "everything", is_flag=True, help="Measure every strategy, not only the telling ones, e.g. -n 4 --all."
-)
-@click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
-)
-@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
-def train(
-    size: int,
-    model: str,
-    steps: int,
-    rounds: int,
-    only: str | None,
-    everything: bool,
-    json_path: str | None,
-    plot_path: str | None,
-) -> int:
-    """A training step of plain PyTorch, of DDP on Gloo, and of Hora's strategies, interleaved in one run.
-
-    \b
-      hora bench train -n 2 --model mlp --json out.jsonl
-    """
-    from hora.bench import train as training
-
-    if only is not None and everything:
-        raise click.UsageError("--only and --all contradict each other; give one of them")
-    names = [name.strip() for name in only.split(",") if name.strip()] if only is not None else None
-    try:
-        those = training.choose(size, names, everything=everything)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    return training.main(those, model, steps, rounds, json_path, plot_path)
-
-
-@bench.command()
-@click.option("-n", "size", type=_Whole(), default=2, help="How many workers, e.g. -n 4. Without it: 2.")
-@click.option("--servers", type=_Whole(), default=1, help="How many servers, e.g. --servers 2. Without it: 1.")
-@click.option(
-    "--params",
-    default="10M,100M",
-    metavar="SIZES",
-    help="Numbers of parameters, e.g. --params 1M,10M. Without it: 10M,100M.",
-)
-@click.option("--rounds", type=_Whole(), default=10, help="Rounds of all in turn, e.g. --rounds 20. Without it: 10.")
-@click.option(
-    "--optimizer",
-    type=click.Choice(["sgd", "adamw"]),
-    default="sgd",
-    help="What Hora's servers do, e.g. --no-peers --optimizer adamw, where they are the bottleneck. The peers do sgd.",
-)
-@click.option("--no-peers", is_flag=True, help="Measure only Hora and the memory limit, e.g. -n 4 --no-peers.")
-@click.option(
-    "--install-peers",
-    is_flag=True,
-    help="Make an environment for each peer under ~/.cache/hora/peers and end, e.g. hora bench ps --install-peers.",
-)
-@click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
-)
-def ps(
-    size: int,
-    servers: int,
-    params: str,
-    rounds: int,
-    optimizer: str,
-    no_peers: bool,
-    install_peers: bool,
-    json_path: str | None,
-) -> int:
-    """Push-pull of a whole model: Hora, a parameter server of Ray actors, TensorFlow's, and the memory limit.
-
-    \b
-      hora bench ps -n 2 --servers 1 --params 10M --json out.jsonl
-    """
-    import functools
-
-    from hora.bench import ps as pushing
-    from hora.bench import ps_hora, ps_peers, ps_table
-
-    try:
-        if install_peers:
-            for peer in ps_peers.PACKAGES:
-                ps_peers.install(peer)
-            return codes.OK
-        sizes = [ps_table.params_of(part) for part in params.split(",")]
-        peers = () if no_peers else pushing.PEERS
-        ours = functools.partial(ps_hora.contestants, optimizer=optimizer)
-        return pushing.main(size, servers, sizes, json_path, rounds, peers, ours)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-
-
-@bench.command()
-@click.option("--seeds", type=_Whole(), default=3, help="Runs of each, e.g. --seeds 5. Without it: 3.")
-@click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
-)
-@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
-def staleness(seeds: int, json_path: str | None, plot_path: str | None) -> int:
-    """What late gradients cost under ps:mode=async, and what scale and delay compensation win back.
-
-    \b
-      hora bench staleness --plot staleness.png
-    """
-    from hora.bench.staleness import main as sweep
-
-    return sweep(seeds, json_path, plot_path)
-
-
-@bench.command()
-@click.option("-n", "size", type=_Whole(), default=2, help="How many workers, e.g. -n 4. Without it: 2.")
-@click.option(
-    "--task",
-    "tasks",
-    type=click.Choice(["digits", "gpt"]),
-    multiple=True,
-    help="What is learnt; may be given again, e.g. --task digits. Without it: both.",
-)
-@click.option("--seeds", type=_Whole(), help="Models of each, e.g. --seeds 5. Without it: 3 for digits, 1 for gpt.")
-@click.option("--sweep", is_flag=True, help="Try four learning rates for each strategy instead, e.g. --sweep.")
-@click.option("--quick", is_flag=True, help="64 steps and one seed: only to see that it works, e.g. --quick.")
-@click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
-)
-@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw the curves, e.g. --plot out.png.")
-def quality(
-    size: int,
-    tasks: tuple[str, ...],
-    seeds: int | None,
-    sweep: bool,
-    quick: bool,
-    json_path: str | None,
-    plot_path: str | None,
-) -> int:
-    """What Local SGD and DiLoCo reach in the same number of samples as the ring, and how little they send.
-
-    \b
-      hora bench quality -n 2 --plot quality.png
-    """
-    from hora.bench.quality import main as measure
-
-    if seeds is not None and (sweep or quick):
-        raise click.UsageError("--sweep and --quick have one seed of their own; leave --seeds out")
-    return measure(size, tasks or ("digits", "gpt"), json_path, plot_path, seeds=seeds, quick=quick, sweep=sweep)
-
-
-@bench.command()
-@click.option("-n", "size", type=_Whole(), default=4, help="How many workers, e.g. -n 2. Without it: 4.")
-@click.option(
-    "--rates",
-    default="100mbit,1gbit",
-    metavar="RATES",
-    help="How fast each worker's link is, both ways, e.g. --rates 50mbit. Without it: 100mbit,1gbit.",
-)
-@click.option(
-    "--model",
-    type=click.Choice(["mlp", "gpt", "cnn"]),
-    default="mlp",
-    help="What is trained, e.g. --model gpt. Without it: mlp.",
-)
-@click.option("--repeats", type=_Whole(), default=3, help="Measurements of each, e.g. --repeats 5. Without it: 3.")
-@click.option(
-    "--only",
-    metavar="NAMES",
-    help='Measure only these, any strategy among them, e.g. --only "no communication,ring,diloco:every=64,wire=int8".',
-)
-@click.option(
-    "--all", "everything", is_flag=True, help="Measure further strategies and options too, e.g. --rates 100mbit --all."
-)
-@click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
-)
-@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
-def local(
-    size: int,
-    rates: str,
-    model: str,
-    repeats: int,
-    only: str | None,
-    everything: bool,
-    json_path: str | None,
-    plot_path: str | None,
-) -> int:
-    """Samples/s and bytes on the wire over slow links: the ring, local SGD, DiLoCo, DDP on Gloo, and no communication.
-
-    As root the workers live in network namespaces whose links the kernel slows down; elsewhere Hora's transport limits
-    itself, and the table says so.
-
-    \b
-      hora bench local --rates 100mbit --json out.jsonl --plot out.png
-    """
-    from hora.bench import links
-    from hora.bench import local as rounds
-
-    if only is not None and everything:
-        raise click.UsageError("--only and --all contradict each other; give one of them")
-    wanted = rounds.names(only) if only is not None else rounds.DEFAULT + (rounds.FURTHER if everything else ())
-    speeds = [part.strip() for part in rates.split(",")]
-    try:
-        those = [rounds.contestant(name) for name in dict.fromkeys(wanted)]
-        for speed in speeds:
-            links.bits_per_s(speed)
-        return rounds.main(size, those, speeds, model, repeats, json_path, plot_path)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+hora.add_command(bench)
 
 
 @hora.command()
@@ -724,7 +419,7 @@ def _complain(error: click.UsageError) -> None:
     elif isinstance(error, click.MissingParameter) and error.param is not None:
         message = f"{error.param.metavar} is missing; see {where} --help"
     elif isinstance(error, click.BadParameter) and error.param is not None:
-        ours = isinstance(error.param.type, (_Whole, _Sizes))
+        ours = isinstance(error.param.type, (Whole, Sizes))
         what = error.param.metavar if isinstance(error.param, click.Argument) else error.param.opts[0]
         message = error.message.rstrip(".") if ours else f"{what}: {error.message.rstrip('.')}"
     elif error.ctx is not None and isinstance(error.ctx.command, click.Group):

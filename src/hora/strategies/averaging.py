@@ -31,50 +31,21 @@ from ..roster import Roster
 from ..server.embedding import tables_of
 from . import nonfinite, savings
 from .apart import Apart
+from .bulk import Bulk
 from .couriers import Errand
 from .extras import Extras
+from .fragments import cut
 from .local import DiLoCo, LocalSGD
-from .means import Mean, Outer, Plain
+from .means import Mean, Outer
+from .meetings import Meeting, Meetings
+from .pace import steps_for
 from .states import States, collect, load
 from .sync import Snapshot, Verdict
-from .warmup import mean_gradients
-from .words import Word, shares
+from .words import Word
 
 log = logging.getLogger(__name__)
 
 FAR = 1 << 40  # the loop of a worker that has left all of them
-
-
-@dataclasses.dataclass
-class _Meeting:
-    """One exchange: what this worker brings, and what came of it. `due`: the step at which the result is taken over."""
-
-    word: Word
-    due: int
-    cut: list[list[int]]  # the fragments, as they were when it began
-    vectors: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)  # by fragment
-    results: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
-    buffers: torch.Tensor | None = None
-    mean_buffers: torch.Tensor | None = None
-    words: list[Word] = dataclasses.field(default_factory=list)
-    fragments: list[int] = dataclasses.field(default_factory=list)  # those that were exchanged
-
-    @property
-    def going(self) -> list[Word]:
-        return [word for word in self.words if not word.leaving]
-
-    @property
-    def warm(self) -> bool:
-        return any(word.warm for word in self.words)
-
-    @property
-    def missed(self) -> bool:
-        return any(word.missed for word in self.words)
-
-
-def _furthest(meeting: _Meeting) -> int:
-    """How many steps the worker has behind it that has most."""
-    return max(int(word.step) for word in meeting.words)
 
 
 class Averaging(Apart):
@@ -91,8 +62,9 @@ class Averaging(Apart):
             raise ValueError("warmup shares the gradient of a step, and LBFGS computes several in one: leave it out")
         self._num_fragments = strategy.fragments if isinstance(strategy, DiLoCo) else 1
         self._overlap = strategy.overlap if isinstance(strategy, DiLoCo) else 0
+        self._bulk: Bulk
+        self._meetings: Meetings
         self._mean: Mean
-        self._plain: Plain
         self._extras: Extras
         self._trained: list[int] = []  # the parameters that rounds are about, held by an optimizer
         self._cut: list[list[int]] = []  # which of them belong to which fragment
@@ -110,10 +82,10 @@ class Averaging(Apart):
         self._closed = True  # no step was taken since all were at one point
         self._left = 0  # the loop that they had left then
         self._behind = False  # this worker's loop was not run for a batch in which it had no samples
+        self._doubt = False  # others broke out of a loop in a batch in which one had no samples: is it to go on?
         self._failed = False  # a meeting broke off: there will be no other
         self._lacking = False  # a worker took no part in the last step of the warm-up
-        self._sent_bytes = 0
-        self._underway: _Meeting | None = None
+        self._underway: Meeting | None = None
         self._errand: Errand | None = None
         self._resumed_s = 0.0  # when this worker went on after the last exchange
         self._busy_s = 0.0  # what it has worked since the round began
@@ -126,23 +98,23 @@ class Averaging(Apart):
         self.roster.agree(group)
         kind = group.transport.kind
         self.group = group.new_group(range(group.size), "auto" if kind == "shm" else kind)
-        self._plain = Plain(self.roster, self._group, self.strategy.algorithm)
-        self._mean = self._make_mean()
-        self._extras = Extras(self.roster, self._group, self.strategy.algorithm)
+        self._bulk = Bulk(self._group, self.strategy.algorithm, self.traffic)
+        self._meetings = Meetings(self.roster, self._bulk, self.strategy, self._make_mean(), self.traffic)
+        self._mean, self._extras = self._meetings.mean, self._meetings.extras
         if self._overlap:
             self._errand = Errand(self._meet, lambda: None)
         self._backward.hook()
         self._recut(anew=True)
         self._interval = self._plan([])
 
-    def _make_mean(self) -> Mean:
+    def _make_mean(self) -> Mean | None:
         if isinstance(self.strategy, DiLoCo):
-            return Outer(self.roster, self._group, self.strategy)
+            return Outer(self.roster, self._bulk, self.strategy)
         if self.strategy.via == "ps":
             from .kept import Kept
 
-            return Kept(self.roster, self._group, self.strategy, self.access)
-        return self._plain
+            return Kept(self.roster, self._bulk, self.strategy, self.access)
+        return None
 
     def unbind(self) -> None:
         self._backward.unhook()
@@ -270,7 +242,7 @@ class Averaging(Apart):
         """The next fragment's turn."""
         self._wait()
         meeting = self._open(fragment=float(self._next))
-        meeting.vectors[self._next] = self._pack(meeting.cut[self._next])
+        meeting.vectors[self._next] = self._meetings.pack(meeting.cut[self._next])
         if self._next == self._num_fragments - 1 and self._overlap:
             meeting.buffers = self._extras.pack()
         if self._errand is not None:
@@ -294,7 +266,6 @@ class Averaging(Apart):
         self._meet(meeting)
         self._multiply(factor, mine)
         self._hear(meeting)
-        self._num_steps = _furthest(meeting)
         self._lacking = bool(self._group.size - len(meeting.going))
         self._resumed_s = time.perf_counter()
         return not meeting.missed
@@ -304,7 +275,7 @@ class Averaging(Apart):
         if self._failed:
             return
         self._wait()
-        if self._closed and not broke:
+        if self._closed and (not broke or self._verdict.stop):
             return
         others_left = self._due = False
         while not others_left:
@@ -313,14 +284,25 @@ class Averaging(Apart):
             self._conclude(meeting)
             others_left = all(word.loop > loop or (word.leaving and word.loop == loop) for word in meeting.words)
             if not meeting.going and any(word.behind for word in meeting.words):
+                self._doubt = any(word.broke for word in meeting.words)
                 self._catch_up()
             if self._warm and not meeting.going:
-                self._num_steps = _furthest(meeting)
+                self._num_steps = meeting.furthest
                 if self._num_steps >= self.strategy.warmup:
                     self._begin_rounds()
         self._closed = all(word.leaving and word.loop == loop for word in meeting.words)
         self._left = loop
         self._resumed_s = time.perf_counter()
+
+    def _settle_doubt(self, quits: bool) -> None:
+        """Collective: those who were without samples go on if the others do, and stop if they do not."""
+        if self._doubt and not self._failed:
+            meeting = self._open(leaving=1.0, broke=float(quits), loop=float(self.loop))
+            self._meet(meeting)
+            gone = [rank for rank, word in enumerate(meeting.words) if word.broke]
+            self._doubt = len(gone) == self._group.size  # there is another time to ask
+            if gone and not self._doubt:
+                self._stop(self._left_its_loop(gone[0], meeting))
 
     def _catch_up(self) -> None:
         """Collective: who was without samples takes over what the others' loops did to schedulers meanwhile."""
@@ -329,7 +311,7 @@ class Averaging(Apart):
             self.stand_as(standing)
         self._behind = False
 
-    def _open(self, **given: Any) -> _Meeting:
+    def _open(self, **given: Any) -> Meeting:
         """What this worker says as it comes to a meeting."""
         self._busy_s += time.perf_counter() - self._resumed_s
         self._resumed_s = time.perf_counter()
@@ -346,96 +328,15 @@ class Averaging(Apart):
             buffers=float(self._extras.changed),
             samples=[seen or rest for seen, rest in zip(self._seen, self._rest, strict=True)],
         )
-        return _Meeting(dataclasses.replace(word, **given), self._num_steps + self._overlap, self._cut)
+        return Meeting(dataclasses.replace(word, **given), self._num_steps + self._overlap, self._cut)
 
-    def _meet(self, meeting: _Meeting) -> None:
+    def _meet(self, meeting: Meeting) -> None:
         """Collective. On the errand's thread, where there is one and this worker has not left its loop."""
         try:
-            self._take_part(meeting)
+            self._meetings.hold(meeting, exposed=meeting is not self._underway)
         except BaseException:
             self._failed = True
             raise
-
-    def _take_part(self, meeting: _Meeting) -> None:
-        group, begin = self._group, time.perf_counter()
-        meeting.words = words = meeting.word.gather(group)
-        self._check(words)
-        sent = sum(group.transport.sent_bytes) + self._mean.given_bytes
-        num_bytes = 0
-        if meeting.missed:
-            pass  # a step that nobody takes
-        elif meeting.going and meeting.going[0].gradients:
-            optimizer = self.roster.optimizers[int(meeting.going[0].number)]
-            num_bytes = mean_gradients(group, self.roster, optimizer, shares(words, 0), self.strategy.algorithm,
-                                       leaving=bool(meeting.word.leaving))  # fmt: skip
-        else:
-            num_bytes = self._exchange_parameters(meeting)
-        sent = sum(group.transport.sent_bytes) + self._mean.given_bytes - sent
-        self._account(sent, num_bytes, time.perf_counter() - begin)
-
-    def _exchange_parameters(self, meeting: _Meeting) -> int:
-        words, going = meeting.words, meeting.going
-        mean = self._plain if meeting.warm else self._mean
-        meeting.fragments = [int(going[0].fragment)] if going else list(range(self._num_fragments))
-        num_bytes = 0
-        for fragment in meeting.fragments:
-            portions = shares(words, fragment)
-            if portions is None:
-                continue
-            vector = meeting.vectors.get(fragment)
-            if vector is None or meeting.warm:
-                vector = meeting.vectors[fragment] = self._pack(meeting.cut[fragment], mean)
-            with torch.no_grad():
-                meeting.results[fragment] = mean.travel(meeting.cut[fragment], vector, portions)
-            num_bytes += vector.numel() * vector.element_size()
-            self._check_finite(meeting, fragment)
-        portions = shares(words, meeting.fragments[-1])
-        if portions is not None and self._ends_round(meeting):
-            self._exchange_extras(meeting, portions)
-        return num_bytes
-
-    def _ends_round(self, meeting: _Meeting) -> bool:
-        return self._num_fragments - 1 in meeting.fragments
-
-    def _exchange_extras(self, meeting: _Meeting, portions: Sequence[float]) -> None:
-        at_once = not meeting.going or not self._overlap
-        with torch.no_grad():
-            if any(word.buffers for word in meeting.words) and self._extras.floats():
-                if meeting.buffers is None:
-                    meeting.buffers = self._extras.pack()
-                meeting.mean_buffers = self._extras.travel(meeting.buffers, portions)
-            if any(word.buffers for word in meeting.words) and at_once:
-                self._extras.share_counts()
-            if self.strategy.state == "average":
-                self._extras.average_states(portions)
-            elif self.strategy.state == "reset":
-                self._extras.reset_states()
-
-    def _check(self, words: Sequence[Word]) -> None:
-        """HoraError, the same on every worker, if those who go on do not do the same."""
-        going = [(rank, word) for rank, word in enumerate(words) if not word.leaving]
-        name_of = self._group.transport.name_of
-        for rank, word in going:
-            first, other = going[0]
-            if (word.gradients, word.number) != (other.gradients, other.number):
-                raise HoraError(
-                    f"{name_of(rank)} is at step {word.step:.0f}, {name_of(first)} at step {other.step:.0f}, one of "
-                    f"them still in the first {self.strategy.warmup} (warmup): every worker must take the same steps"
-                )
-            if word.outline != other.outline or word.fragment != other.fragment:
-                raise HoraError(
-                    f"{name_of(rank)} at step {word.step:.0f} does not train the same parameters as {name_of(first)} "
-                    f"at step {other.step:.0f}: freeze and unfreeze them on every worker at the same step"
-                )
-
-    def _check_finite(self, meeting: _Meeting, fragment: int) -> None:
-        """HoraError, on every worker, names whose parameters have become NaN or infinite; they keep what they have."""
-        if nonfinite.is_finite(meeting.results[fragment]):
-            return
-        parameters, indices = self.roster.parameters, meeting.cut[fragment]
-        mine = [(self._group.rank, i) for i in indices if not nonfinite.is_finite(parameters[i].detach())]
-        text = nonfinite.sentence(self._group, self.roster, mine, "value")
-        raise HoraError(f"{text}: this round is not closed. Lower the learning rate, or look at that worker's batches")
 
     def _wait(self) -> None:
         """The exchange under way is over, and its result is taken over."""
@@ -450,21 +351,14 @@ class Averaging(Apart):
         meeting, self._underway = self._underway, None
         self._conclude(meeting)
 
-    def _conclude(self, meeting: _Meeting) -> None:
+    def _conclude(self, meeting: Meeting) -> None:
         """On the training thread: the parameters become what was agreed, and all know what comes next."""
-        mean = self._plain if meeting.warm else self._mean
-        late = self._num_steps > meeting.due - self._overlap
-        with torch.no_grad():
-            for fragment, result in meeting.results.items():
-                mean.settle(meeting.cut[fragment], meeting.vectors[fragment], result, late)
-            if meeting.mean_buffers is not None:
-                assert meeting.buffers is not None
-                self._extras.settle(meeting.buffers, meeting.mean_buffers, late)
+        self._meetings.settle(meeting, late=self._num_steps > meeting.due - self._overlap)
         if meeting.word.leaving or self._errand is None:
             self._pass(meeting.fragments)
         if meeting.warm and meeting.results:
             self._recut(anew=True)
-        if meeting.fragments and self._ends_round(meeting):
+        if meeting.ends_round:
             self.rounds = cast(int, self.rounds) + bool(meeting.results)
             self._interval = self._plan(meeting.words)
         self._hear(meeting)
@@ -477,18 +371,21 @@ class Averaging(Apart):
         if fragments and not self._next:
             self._begin_round()
 
-    def _hear(self, meeting: _Meeting) -> None:
+    def _hear(self, meeting: Meeting) -> None:
         words = meeting.words
         stay = [word.step for word in words if not word.broke]  # of those who go on, or have come to the loop's end
-        broke = [r for r, word in enumerate(words) if word.broke and (meeting.going or max(stay, default=0) > word.step)]
+        broke = [
+            r for r, word in enumerate(words) if word.broke and (meeting.going or max(stay, default=0) > word.step)
+        ]
         stop = any(word.stop for word in words) or bool(broke)
-        if stop and not self._verdict.stop:
-            reason = ""
-            if broke:
-                rank = broke[0]
-                reason = (
-                    f"{self._group.transport.name_of(rank)} left its loop after step {meeting.words[rank].step:.0f}"
-                )
+        if stop:
+            self._stop(self._left_its_loop(broke[0], meeting) if broke else "")
+
+    def _left_its_loop(self, rank: int, meeting: Meeting) -> str:
+        return f"{self._group.transport.name_of(rank)} left its loop after step {meeting.words[rank].step:.0f}"
+
+    def _stop(self, reason: str) -> None:
+        if not self._verdict.stop:
             self._verdict = Verdict(stop=True, reason=reason)
 
     def _begin_round(self) -> None:
@@ -496,27 +393,16 @@ class Averaging(Apart):
         self._busy_s = 0.0
 
     def _plan(self, words: Sequence[Word]) -> int:
-        """How many steps this worker takes in the next round.
-
-        By time: as many as it can while all together take about `every` each on average. The slowest decides, since
-        its steps are the longest: the round lasts a whole number of them, and the others fit in what they can. Nobody
-        knows how long a step takes before the first one, so the first round has one. However slow one of them was in
-        its last step, nobody takes more than twice as many as it should."""
-        interval = self.strategy.interval(max([int(word.step) for word in words], default=self._num_steps))
+        """How many steps this worker takes in the next round."""
+        every = self.strategy.interval(max([int(word.step) for word in words], default=self._num_steps))
         if self.strategy.pace == "steps":
-            return interval
-        seconds = [word.step_s for word in words]
-        if not seconds or not all(seconds):
-            return self._num_fragments
-        slowest, mine = max(seconds), seconds[self._group.rank]
-        length_s = interval * len(seconds) / sum(1.0 / each for each in seconds)
-        whole_s = slowest * max(self._num_fragments, round(length_s / slowest))
-        return max(self._num_fragments, int(min(whole_s, 2 * length_s) / mine + 1e-6))
+            return every
+        return steps_for(self._group.rank, every, [word.step_s for word in words], self._num_fragments)
 
     # -- what rounds are about -----------------------------------------------------------------------------------------
 
     def _recut(self, anew: bool = False) -> None:
-        """What is trained now, or was before, is cut into fragments of about the same size, in the model's order.
+        """What is trained now, or was before, is cut into fragments.
 
         Before a step, so that what was unfrozen is still what all have. `anew`: so is everything else."""
         held = {id(p) for each in self.roster.optimizers for group in each.param_groups for p in group["params"]}
@@ -524,25 +410,17 @@ class Averaging(Apart):
         new = sorted(now.difference(self._trained))
         if new:
             self._trained = sorted(now.union(self._trained))
-            self._cut = [[] for _ in range(self._num_fragments)]
-            total = sum(self.roster.parameters[index].numel() for index in self._trained)
-            at = 0
-            for index in self._trained:
-                self._cut[min(self._num_fragments - 1, at * self._num_fragments // max(1, total))].append(index)
-                at += self.roster.parameters[index].numel()
+            self._cut = cut(self._trained, [p.numel() for p in self.roster.parameters], self._num_fragments)
         with torch.no_grad():
             if anew:
                 self._mean.begin(self._trained)
             elif new:
                 self._mean.extend(new)
 
-    def _pack(self, indices: Sequence[int], mean: Mean | None = None) -> torch.Tensor:
-        with torch.no_grad():
-            return (mean or self._mean).pack(indices)
-
     # -- loops ---------------------------------------------------------------------------------------------------------
 
     def enter_loop(self) -> None:
+        self._settle_doubt(quits=False)
         if self.strategy.leased and self.loop != self._left:
             self._closed = False  # the others may get samples, and take steps, where this worker gets none
         self._resumed_s = time.perf_counter()
@@ -550,29 +428,22 @@ class Averaging(Apart):
     def leave_loop(self, finished: bool = True) -> None:
         self._close(self.loop, broke=not finished)
 
+    def quit(self) -> None:
+        self._settle_doubt(quits=True)
+
     def depart(self) -> None:
+        self._settle_doubt(quits=True)
         self._close(FAR)
 
     # -- what it cost --------------------------------------------------------------------------------------------------
-
-    def _account(self, sent: int, num_bytes: int, seconds: float) -> None:
-        """Where memory is shared nothing is sent: then what a ring would have sent counts."""
-        sent = sent or savings.by_ring(num_bytes, self._group.size)
-        self._sent_bytes += sent
-        self.traffic.sent_bytes += sent
-        self.traffic.num_exchanges += 1
-        self.traffic.comm_s += seconds
-        if self._underway is None:
-            self.traffic.exposed_s += seconds
 
     def notes(self) -> dict[str, float]:
         return {"round": float(cast(int, self.rounds))}
 
     def summary(self) -> str:
         trained = [self.roster.parameters[index] for index in self._trained]
-        rounds = cast(int, self.rounds)
-        size = self._group.size
-        return savings.sentence(self.strategy.spell(), rounds, self._num_steps, self._sent_bytes, trained, size)
+        text, sent, rounds = self.strategy.spell(), self._bulk.sent_bytes, cast(int, self.rounds)
+        return savings.sentence(text, rounds, self._num_steps, sent, trained, self._group.size)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 

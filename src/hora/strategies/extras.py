@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from .. import letters
-from ..collectives.base import Group
 from ..roster import Roster
-from .means import put, vector_of, weighted_sum
+from .bulk import Bulk
+from .means import put, vector_of
 
 Place = tuple[int, int, str]  # optimizer, parameter, key
 
 
 class Extras:
-    def __init__(self, roster: Roster, group: Group, algorithm: str) -> None:
+    def __init__(self, roster: Roster, bulk: Bulk) -> None:
         self._roster = roster
-        self._group = group
-        self._algorithm = algorithm
+        self._group = bulk.group
+        self._bulk = bulk
         self._versions: list[tuple[int, int]] = []
         self.remember()
 
@@ -48,7 +48,7 @@ class Extras:
     def travel(self, vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
         """Collective: the mean of everybody's buffers."""
         result = vector.clone()
-        weighted_sum(self._group, result, shares, self._algorithm, "buffers of a round")
+        self._bulk.weighted_sum(result, shares, "buffers of a round")
         return result
 
     def settle(self, vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
@@ -89,7 +89,7 @@ class Extras:
         share = shares[self._group.rank]
         for place, stretch in zip(order, vector.split([kept[place].numel() for place in order]), strict=True):
             stretch.mul_(share / places[place][1] if place in have else 0.0)
-        self._group.all_reduce(vector, "sum", self._algorithm, name="optimizer state of a round")
+        self._bulk.sum(vector, "optimizer state of a round")
         put([kept[place] for place in order], vector)
 
     def reset_states(self) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..collectives.base import Group
 from ..errors import HoraError
 from ..lanes import laid
 from ..roster import Roster
 from ..server.access import Access
 from ..server.layout import Block
 from ..server.messages import Begin
+from .bulk import Bulk
 from .local import LocalSGD
 from .means import Mean, pieces, put, vector_of
 from .nonfinite import is_finite
@@ -24,8 +24,9 @@ from .outpost import Outpost
 
 
 class Kept(Mean):
-    def __init__(self, roster: Roster, group: Group, strategy: LocalSGD, access: Access) -> None:
-        super().__init__(roster, group)
+    def __init__(self, roster: Roster, bulk: Bulk, strategy: LocalSGD, access: Access) -> None:
+        super().__init__(roster, bulk)
+        self._group = group = bulk.group
         self._access = access
         self._points: dict[int, torch.Tensor] = {}
         self._num_rounds = 0
@@ -76,10 +77,12 @@ class Kept(Mean):
             present=self._group.size,
         )
         client = self._outpost.client
+        pushed = client.pushed_bytes
         client.push(begin, drift)
         readies = client.pull()
         self._outpost.flats.scatter()
         self._num_rounds += 1
+        self._bulk.count(client.pushed_bytes - pushed)
         failed = any(ready.skipped for ready in readies)
         if failed:  # everybody keeps what it had, so that it can be named
             put(self._parameters(indices), vector_of([self._points[index] for index in indices]) - vector)
@@ -89,10 +92,6 @@ class Kept(Mean):
         """The parameters are there already."""
         for index, parameter in zip(indices, self._parameters(indices), strict=True):
             self._points[index].copy_(parameter)
-
-    @property
-    def given_bytes(self) -> int:
-        return self._outpost.client.pushed_bytes
 
     def close(self) -> None:
         self._outpost.close()

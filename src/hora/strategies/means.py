@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from ..collectives.base import Group
 from ..lanes import laid
 from ..roster import Roster
-from .local import DiLoCo, LocalSGD
+from .bulk import Bulk
+from .local import DiLoCo
 from .wire import Feedback
 
 
 class Mean(abc.ABC):
     """Sums are taken in float32 at least, and rounded once to a parameter's own type."""
 
-    def __init__(self, roster: Roster, group: Group) -> None:
+    def __init__(self, roster: Roster, bulk: Bulk) -> None:
         self._roster = roster
-        self._group = group
+        self._bulk = bulk
 
     @abc.abstractmethod
     def pack(self, indices: Sequence[int]) -> torch.Tensor: ...
@@ -39,11 +39,6 @@ class Mean(abc.ABC):
 
     @abc.abstractmethod
     def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None: ...
-
-    @property
-    def given_bytes(self) -> int:
-        """What this worker has given away other than by the group's messages."""
-        return 0
 
     def begin(self, indices: Sequence[int]) -> None:
         """The workers' parameters are all the same now: a common point. Collective."""
@@ -95,26 +90,12 @@ def put(tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
             tensor.copy_(flat.view(tensor.shape))
 
 
-def weighted_sum(group: Group, vector: torch.Tensor, shares: Sequence[float], algorithm: str, name: str) -> None:
-    """Collective, in place: the sum of everybody's vector times its share."""
-    share = shares[group.rank]
-    if not share:
-        vector.zero_()  # whatever it holds
-    elif share != 1.0:
-        vector.mul_(share)
-    group.all_reduce(vector, "sum", algorithm, name=name)
-
-
 class Plain(Mean):
-    def __init__(self, roster: Roster, group: Group, algorithm: str) -> None:
-        super().__init__(roster, group)
-        self._algorithm = algorithm
-
     def pack(self, indices: Sequence[int]) -> torch.Tensor:
         return vector_of(self._parameters(indices))
 
     def travel(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-        weighted_sum(self._group, vector, shares, self._algorithm, "parameters of a round")
+        self._bulk.weighted_sum(vector, shares, "parameters of a round")
         return vector
 
     def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
@@ -124,8 +105,8 @@ class Plain(Mean):
 class Outer(Mean):
     """`outer_lr` and `outer_momentum` are those of torch's own SGD with Nesterov momentum, over the common point."""
 
-    def __init__(self, roster: Roster, group: Group, strategy: DiLoCo) -> None:
-        super().__init__(roster, group)
+    def __init__(self, roster: Roster, bulk: Bulk, strategy: DiLoCo) -> None:
+        super().__init__(roster, bulk)
         self._strategy = strategy
         self._points: dict[int, torch.Tensor] = {}
         self._feedback: dict[tuple[int, ...], Feedback] = {}
@@ -165,12 +146,13 @@ class Outer(Mean):
     def travel(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
         if self._strategy.wire == "float32":
             result = vector.clone() if self._strategy.overlap else vector
-            weighted_sum(self._group, result, shares, self._strategy.algorithm, "drift of a round")
+            self._bulk.weighted_sum(result, shares, "drift of a round")
             return result
         key = tuple(indices)
         if key not in self._feedback:
-            self._feedback[key] = Feedback(self._group, vector.numel(), self._strategy.wire)
-        return self._feedback[key].mean(vector, shares)
+            self._feedback[key] = Feedback(self._bulk.group, vector.numel(), self._strategy.wire)
+        with self._bulk.counting():
+            return self._feedback[key].mean(vector, shares)
 
     def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
         """Steps that were taken while the drift travelled are kept: they are part of the next one."""
@@ -218,9 +200,3 @@ def _add(parameter: torch.Tensor, flat: torch.Tensor) -> None:
     mine.add_(flat)
     if mine.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
         parameter.copy_(mine.view(parameter.shape))
-
-
-def mean_for(roster: Roster, group: Group, strategy: LocalSGD | DiLoCo) -> Mean:
-    if isinstance(strategy, DiLoCo):
-        return Outer(roster, group, strategy)
-    return Plain(roster, group, strategy.algorithm)

@@ -78,12 +78,14 @@ class Reporting(Served):
 
     def _check_finite(self) -> None:
         """HoraError, before the others get any of it."""
-        named = [self.roster.names[i] for i in self._points if not nonfinite.is_finite(self.roster.parameters[i].detach())]
+        named = [
+            self.roster.names[i] for i in self._points if not nonfinite.is_finite(self.roster.parameters[i].detach())
+        ]
         if named:
             more = " and others" if len(named) > nonfinite.MOST_NAMED else ""
             raise HoraError(
-                f"the value of {', '.join(named[: nonfinite.MOST_NAMED])}{more} on {self.access.name} is not finite: it "
-                "is not reported. Lower the learning rate, or look at that worker's batches"
+                f"the value of {', '.join(named[: nonfinite.MOST_NAMED])}{more} on {self.access.name} is not finite: "
+                "it is not reported. Lower the learning rate, or look at that worker's batches"
             )
 
     def _begin(self, number: int) -> Begin:

@@ -148,6 +148,9 @@ class Sync(abc.ABC):
     def leave_loop(self, finished: bool = True) -> None:
         """It has left its loop; not `finished`: before its end. May block, to wait for what is still on its way."""
 
+    def quit(self) -> None:
+        """It has left `job.epochs` before its end. May block."""
+
     def depart(self) -> None:
         """It goes where others cannot reach it: to write a checkpoint together, or out of the run. May block."""
 

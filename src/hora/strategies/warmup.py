@@ -6,23 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from ..collectives.base import Group
 from ..roster import Roster
 from . import sparse
-from .means import put, vector_of, weighted_sum
+from .bulk import Bulk
+from .means import put, vector_of
 
 
 def mean_gradients(
-    group: Group,
-    roster: Roster,
-    optimizer: torch.optim.Optimizer,
-    shares: Sequence[float] | None,
-    algorithm: str,
-    leaving: bool,
-) -> int:
-    """Collective: every gradient of this optimizer becomes the mean over all workers', each by its share; its bytes.
+    bulk: Bulk, roster: Roster, optimizer: torch.optim.Optimizer, shares: Sequence[float] | None, leaving: bool
+) -> None:
+    """Collective: every gradient of this optimizer becomes the mean over all workers', each by its share.
 
     None only where it is None on every worker. A worker that is `leaving` lends a hand and keeps what it has."""
+    group = bulk.group
     mine = [p for each in optimizer.param_groups for p in each["params"]]
     kept = [parameter.grad for parameter in mine]
     counts = shares is not None and not leaving and bool(shares[group.rank])
@@ -44,13 +40,10 @@ def mean_gradients(
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dense.append(parameter.grad.detach())
-    num_bytes = 0
     if dense and shares is not None:
         vector = vector_of(dense)
-        weighted_sum(group, vector, shares, algorithm, "gradients of the warm-up")
+        bulk.weighted_sum(vector, shares, "gradients of the warm-up")
         put(dense, vector)
-        num_bytes = vector.numel() * vector.element_size()
     if leaving:
         for parameter, grad in zip(mine, kept, strict=True):
             parameter.grad = grad
-    return num_bytes

@@ -531,6 +531,8 @@ class Training:
             self._first_epoch = self._farewell.run = 0
             if not finished and not self._stopping and self._together:
                 self._farewell.quit(run)
+            elif not finished and self.sync is not None:
+                self.sync.quit()
 
     def next_epoch(self) -> int:
         """Where `epochs` would go on if the run were restored from here: where the loader that trains stands."""

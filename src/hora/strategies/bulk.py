@@ -1,0 +1,49 @@
+"""Bulk: all that is large in a round goes through here, and is counted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..collectives.base import Group
+from . import savings
+from .sync import Traffic
+
+
+class Bulk:
+    """Vectors are added up over `group` by `algorithm`. For one thread at a time."""
+
+    def __init__(self, group: Group, algorithm: str, traffic: Traffic) -> None:
+        self.group = group
+        self.sent_bytes = 0  # by this worker, since the run began
+        self._algorithm = algorithm
+        self._traffic = traffic
+
+    def sum(self, vector: torch.Tensor, name: str) -> None:
+        """Collective, in place. Where memory is shared nothing is sent: then what a ring would send counts."""
+        before = sum(self.group.transport.sent_bytes)
+        self.group.all_reduce(vector, "sum", self._algorithm, name=name)
+        sent = sum(self.group.transport.sent_bytes) - before
+        self.count(sent or savings.by_ring(vector.numel() * vector.element_size(), self.group.size))
+
+    def weighted_sum(self, vector: torch.Tensor, shares: Sequence[float], name: str) -> None:
+        """Collective, in place: the sum of everybody's vector times its share."""
+        share = shares[self.group.rank]
+        if not share:
+            vector.zero_()  # whatever it holds
+        elif share != 1.0:
+            vector.mul_(share)
+        self.sum(vector, name)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """What is sent inside counts."""
+        before = sum(self.group.transport.sent_bytes)
+        yield
+        self.count(sum(self.group.transport.sent_bytes) - before)
+
+    def count(self, num_bytes: int) -> None:
+        self.sent_bytes += num_bytes
+        self._traffic.sent_bytes += num_bytes

@@ -1,0 +1,171 @@
+"""Meetings: what the workers do together in a round, whoever has left its loop included.
+
+words           everybody's, from which all conclude what this meeting is about
+gradients       of the warm-up: they become their mean
+parameters      of the fragments that it is the turn of, or of all of them where nobody goes on
+extras          at the end of a round: buffers, optimizer state
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import HoraError
+from ..roster import Roster
+from . import nonfinite
+from .bulk import Bulk
+from .extras import Extras
+from .local import DiLoCo, LocalSGD
+from .means import Mean, Plain
+from .sync import Traffic
+from .warmup import mean_gradients
+from .words import Word, shares
+
+
+@dataclasses.dataclass
+class Meeting:
+    """What this worker brings, and what came of it. `due`: the step at which the result is taken over."""
+
+    word: Word
+    due: int
+    cut: list[list[int]]  # which parameters belong to which fragment
+    vectors: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)  # by fragment
+    results: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    buffers: torch.Tensor | None = None
+    mean_buffers: torch.Tensor | None = None
+    words: list[Word] = dataclasses.field(default_factory=list)
+    fragments: list[int] = dataclasses.field(default_factory=list)  # those that were exchanged
+
+    @property
+    def going(self) -> list[Word]:
+        return [word for word in self.words if not word.leaving]
+
+    @property
+    def warm(self) -> bool:
+        return any(word.warm for word in self.words)
+
+    @property
+    def missed(self) -> bool:
+        return any(word.missed for word in self.words)
+
+    @property
+    def furthest(self) -> int:
+        """How many steps the worker has behind it that has most."""
+        return max(int(word.step) for word in self.words)
+
+    @property
+    def ends_round(self) -> bool:
+        return len(self.cut) - 1 in self.fragments
+
+
+class Meetings:
+    """One worker's side of all of them. `mean` is what rounds do; before the first, and in it, it is the plain one."""
+
+    def __init__(
+        self, roster: Roster, bulk: Bulk, strategy: LocalSGD | DiLoCo, mean: Mean | None, traffic: Traffic
+    ) -> None:
+        self._roster = roster
+        self._bulk = bulk
+        self._group = bulk.group
+        self._strategy = strategy
+        self._plain = Plain(roster, bulk)
+        self._traffic = traffic
+        self._at_once = not (isinstance(strategy, DiLoCo) and strategy.overlap)  # results are taken over as they come
+        self.mean = mean or self._plain
+        self.extras = Extras(roster, bulk)
+
+    def pack(self, indices: Sequence[int]) -> torch.Tensor:
+        """What this worker gives of these parameters, as they are now."""
+        with torch.no_grad():
+            return self.mean.pack(indices)
+
+    def hold(self, meeting: Meeting, exposed: bool) -> None:
+        """Collective, on any thread. `exposed`: the training thread waits for it."""
+        begin = time.perf_counter()
+        meeting.words = words = meeting.word.gather(self._group)
+        self._check(words)
+        if meeting.missed:
+            pass  # a step that nobody takes
+        elif meeting.going and meeting.going[0].gradients:
+            optimizer = self._roster.optimizers[int(meeting.going[0].number)]
+            mean_gradients(self._bulk, self._roster, optimizer, shares(words, 0), bool(meeting.word.leaving))
+        else:
+            self._exchange_parameters(meeting)
+        seconds = time.perf_counter() - begin
+        self._traffic.num_exchanges += 1
+        self._traffic.comm_s += seconds
+        if exposed:
+            self._traffic.exposed_s += seconds
+
+    def settle(self, meeting: Meeting, late: bool) -> None:
+        """On the training thread: parameters and buffers become what was agreed; `late`: steps were taken meanwhile."""
+        with torch.no_grad():
+            for fragment, result in meeting.results.items():
+                self._mean_of(meeting).settle(meeting.cut[fragment], meeting.vectors[fragment], result, late)
+            if meeting.mean_buffers is not None:
+                assert meeting.buffers is not None
+                self.extras.settle(meeting.buffers, meeting.mean_buffers, late)
+
+    def _mean_of(self, meeting: Meeting) -> Mean:
+        return self._plain if meeting.warm else self.mean
+
+    def _exchange_parameters(self, meeting: Meeting) -> None:
+        words, going, mean = meeting.words, meeting.going, self._mean_of(meeting)
+        meeting.fragments = [int(going[0].fragment)] if going else list(range(len(meeting.cut)))
+        with torch.no_grad():
+            for fragment in meeting.fragments:
+                portions, indices = shares(words, fragment), meeting.cut[fragment]
+                if portions is None:
+                    continue
+                vector = meeting.vectors.get(fragment)
+                if vector is None or meeting.warm:
+                    vector = meeting.vectors[fragment] = mean.pack(indices)
+                meeting.results[fragment] = mean.travel(indices, vector, portions)
+                self._check_finite(meeting, fragment)
+            portions = shares(words, meeting.fragments[-1])
+            if portions is not None and meeting.ends_round:
+                self._exchange_extras(meeting, portions)
+
+    def _exchange_extras(self, meeting: Meeting, portions: Sequence[float]) -> None:
+        extras = self.extras
+        if any(word.buffers for word in meeting.words):
+            if extras.floats():
+                if meeting.buffers is None:
+                    meeting.buffers = extras.pack()
+                meeting.mean_buffers = extras.travel(meeting.buffers, portions)
+            if not meeting.going or self._at_once:
+                extras.share_counts()
+        if self._strategy.state == "average":
+            extras.average_states(portions)
+        elif self._strategy.state == "reset":
+            extras.reset_states()
+
+    def _check(self, words: Sequence[Word]) -> None:
+        """HoraError, the same on every worker, if those who go on do not do the same."""
+        going = [(rank, word) for rank, word in enumerate(words) if not word.leaving]
+        name_of = self._group.transport.name_of
+        for rank, word in going:
+            first, other = going[0]
+            if (word.gradients, word.number) != (other.gradients, other.number):
+                raise HoraError(
+                    f"{name_of(rank)} is at step {word.step:.0f}, {name_of(first)} at step {other.step:.0f}, one of "
+                    f"them still in the first {self._strategy.warmup} (warmup): every worker must take the same steps"
+                )
+            if word.outline != other.outline or word.fragment != other.fragment:
+                raise HoraError(
+                    f"{name_of(rank)} at step {word.step:.0f} does not train the same parameters as {name_of(first)} "
+                    f"at step {other.step:.0f}: freeze and unfreeze them on every worker at the same step"
+                )
+
+    def _check_finite(self, meeting: Meeting, fragment: int) -> None:
+        """HoraError, on every worker, names whose parameters have become NaN or infinite; they keep what they have."""
+        if nonfinite.is_finite(meeting.results[fragment]):
+            return
+        parameters, indices = self._roster.parameters, meeting.cut[fragment]
+        mine = [(self._group.rank, i) for i in indices if not nonfinite.is_finite(parameters[i].detach())]
+        text = nonfinite.sentence(self._group, self._roster, mine, "value")
+        raise HoraError(f"{text}: this round is not closed. Lower the learning rate, or look at that worker's batches")
