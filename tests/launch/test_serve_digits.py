@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,9 @@ def test_accuracy_rises_from_chance_steps_never_go_back_and_each_answer_is_its_s
                 assert status == 200, answer
                 answers.append(answer)
         answers.append(ask(port, body)[1])
-        run.process.send_signal(2)
+        while any(os.path.exists(f"/proc/{pid}") for pid in run.workers):
+            time.sleep(0.05)  # until then Ctrl-C would end the training, not the serving
+        run.process.send_signal(signal.SIGINT)
         assert run.process.wait(LIMIT_S) == 0, run.text
     steps = [answer["step"] for answer in answers]
     assert steps == sorted(steps) and len(set(steps)) >= 4, "it went on with the training"

@@ -1,4 +1,4 @@
-"""Digits, with a BatchNorm; rank 0 keeps its outputs on the whole test set after every step, in eval mode."""
+"""Digits; rank 0 keeps its outputs on the whole test set after every step, in eval mode."""
 
 import argparse
 import os
@@ -27,6 +27,7 @@ model = torch.nn.Sequential(
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 job.prepare(model, optimizer)
 images, labels = test.tensors
+print("pid", os.getpid(), flush=True)
 
 
 def keep(name: str) -> None:
