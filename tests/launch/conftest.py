@@ -102,3 +102,9 @@ def read_until(process: subprocess.Popen[str], *wanted: str) -> list[str]:
         lines.append(line.rstrip("\n"))
         missing = [text for text in missing if text not in line]
     return lines
+
+
+@pytest.fixture
+def inductor_cache(launcher: Launcher, tmp_path: Path) -> None:
+    """torch makes this folder as soon as it sees an optimizer, in TMPDIR unless told otherwise."""
+    launcher.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")

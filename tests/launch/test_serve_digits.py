@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from predictions import LIMIT_S, ask, running
 
 from conftest import Launcher
 from hora.datasets import digits
-from test_serve import LIMIT_S, ask, cache, running
 
-__all__ = ["cache"]  # a fixture
-
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("inductor_cache")]
 
 IMAGES, LABELS = digits()[1].tensors
 
