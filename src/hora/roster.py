@@ -45,12 +45,13 @@ class Roster:
     def refresh_buffers(self) -> None:
         """Looks the buffers up again: code may replace one by another tensor."""
         seen: set[int] = set()
-        self.buffers = {}
+        found: dict[str, torch.Tensor] = {}
         for prefix, model in self._prefixed():
             for name, buffer in model.named_buffers():
                 if id(buffer) not in seen:
                     seen.add(id(buffer))
-                    self.buffers[prefix + name] = buffer
+                    found[prefix + name] = buffer
+        self.buffers = found  # at once: another thread may be looking
 
     def _check(self) -> None:
         if not self.parameters:

@@ -38,7 +38,7 @@ def save(training: Training, group: Group, directory: str, strategy: str, keep: 
     generators = group.gather(letters.pack(msgspec.msgpack.encode(_generators())), name="random generators")
     path = problem = ""
     if generators is not None:
-        step = training.step if sync.lockstep else _next_number(directory, training.step)
+        step = training.step if sync.unison else _next_number(directory, training.step)
         try:
             states, tensors = checkpoint.encode(snapshot.states)
             loops, loop_tensors = checkpoint.encode(_loop_state(training))

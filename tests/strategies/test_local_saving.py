@@ -189,7 +189,7 @@ def test_the_warm_up_of_a_restored_run_is_over_where_it_was(tmp_path: pathlib.Pa
     def script(group: Group) -> tuple[bool, int]:
         saver = Saver(group, "local:every=2/5@9,warmup=6")
         saver.restore(tmp_path)
-        return saver.one.sync._warm, saver.one.sync._interval
+        return saver.one.sync.warm, saver.one.sync._interval
 
     ranks.run(2, lambda g: Saver(g, "local:every=2/5@9,warmup=6").train(10).save(tmp_path))
     assert ranks.run(2, script) == [(False, 5)] * 2
@@ -213,9 +213,10 @@ def test_saving_closes_the_round_and_all_go_on_from_one_point(tmp_path: pathlib.
         saver.restore(tmp_path)
         return state(saver.model), saver.optimizer.state[saver.model[0].weight]["exp_avg"].clone()
 
-    ranks.run(2, script)
+    first, second = ranks.run(2, script)
     one, other = ranks.run(2, restored)
     assert one[0].equal(other[0]) and one[1].equal(other[1])
+    assert first[2] == second[2] >= 1, "the save closed a round that had a hundred steps"
 
 
 def test_buffers_are_saved_as_they_were_averaged(tmp_path: pathlib.Path) -> None:

@@ -18,6 +18,7 @@ import ranks
 from hora.collectives import Group
 from hora.data import Desk, Shard, shard
 from hora.strategies import parse
+from hora.strategies.pace import steps_for
 from hora.training import Training
 from rounds import OPTIMIZERS, SMALL, Crew, assert_same, even, local, uneven, work
 from trainings import batch, building, fail, loss_of, mlp, parameters_of, part, same, training
@@ -566,7 +567,7 @@ def test_a_break_in_a_batch_in_which_one_has_no_samples_is_a_break_for_it_too(
 
     found = workers(3, strategy, work, 9, global_batch=4)
     assert all(worker.state.equal(found[0].state) for worker in found)
-    assert [worker.one.step for worker in found] == [6, 6, 6] if quits else [12, 12, 12]
+    assert [worker.one.step for worker in found] == ([6, 6, 6] if quits else [12, 12, 12])
 
 
 def test_one_may_depart_from_inside_of_its_loop_and_another_after_it() -> None:
@@ -809,7 +810,10 @@ def test_what_was_frozen_from_the_start_keeps_its_bits_and_does_not_travel() -> 
                      each=lambda one, model, step: sent.append(one.sync.traffic.sent_bytes))  # fmt: skip
         return found[2].equal(before), sent[-1]
 
-    assert all(kept for kept, _ in ranks.run(3, script))
+    frozen, whole = parameters_of(mlp(SMALL))[2:4], parameters_of(mlp(SMALL))
+    numel = sum(p.numel() for p in whole) - sum(p.numel() for p in frozen)
+    for kept, sent in ranks.run(3, script):
+        assert kept and 0 < sent <= 2 * (2 * 2 * numel * 8 // 3 + 64), "two rounds, without what is frozen"
 
 
 @pytest.mark.parametrize("strategy", ["local:every=3", "local:every=3,warmup=4", "diloco:every=3,overlap=1"])
@@ -1109,7 +1113,7 @@ def test_by_time_a_worker_that_gets_no_samples_of_an_epoch_keeps_nobody_waiting(
         ("local:via=mail", "via='mail' is unknown; there are: workers, ps"),
         ("local:barrier=false", "barrier=false has an effect only with via=ps"),
         ("local:block_bytes=65536", "block_bytes has an effect only with via=ps"),
-        ("local:via=ps,algorithm=ring", "algorithm has no effect with via=ps"),
+        ("local:via=ps,algorithm=ring", "algorithm cannot be chosen with via=ps"),
         ("local:via=ps,barrier=false,warmup=3", "warmup needs rounds in which all workers meet"),
         ("local:via=ps,barrier=false,pace=time", "pace needs rounds"),
         ("local:via=ps,barrier=false,state=reset", "state needs rounds"),
@@ -1139,3 +1143,49 @@ def test_a_schedule_says_how_long_the_round_is_that_begins_there() -> None:
     chosen = parse("local:every=4/8@100/16@1000")
     assert [chosen.interval(step) for step in (0, 99, 100, 999, 1000, 10**6)] == [4, 4, 8, 8, 16, 16]
     assert parse("local:every= 7 ").interval(0) == 7 and parse("local:every=8").spell() == "local"
+
+
+@pytest.mark.parametrize("strategy", ["local:every=2", "diloco:every=2,overlap=1"])
+def test_a_worker_that_took_no_step_leaves_only_with_the_others(strategy: str) -> None:
+    """In a plain loop nobody knows how many steps another takes."""
+
+    def script(group: Group) -> torch.Tensor:
+        one, model = training(group, strategy), mlp(SMALL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        one.prepare(model, optimizer)
+        for step in range(5 if group.rank else 0):
+            loss_of(model, batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        one.depart(for_good=True)
+        return torch.cat([p.flatten() for p in parameters_of(model)])
+
+    first, second = ranks.run(2, script)
+    assert first.equal(second)
+
+
+def test_statistics_that_are_not_finite_do_not_spread() -> None:
+    def script(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        with building():
+            model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1)).double()
+        one = training(group, "local:every=1", on_nonfinite="skip")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        one.prepare(model, optimizer)
+        for step in range(2):
+            x = batch(step)
+            if group.rank == 1 and step == 1:
+                x = x * float("nan")
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model[0].running_mean.clone(), model[1].weight.detach().clone()
+
+    (mean, weight), (other, again) = ranks.run(2, script)
+    assert bool(torch.isfinite(mean).all()) and mean.equal(other)
+    assert bool(torch.isfinite(weight).all()) and weight.equal(again)
+
+
+def test_who_has_not_had_a_sample_does_not_shorten_the_rounds_of_others() -> None:
+    assert [steps_for(rank, 8, [1.0, 0.0], 1) for rank in range(2)] == [8, 8]
+    assert [steps_for(rank, 8, [1.0, 4.0], 1) for rank in range(2)] == [12, 3]
+    assert steps_for(0, 8, [0.0, 0.0], 1) == 1

@@ -45,6 +45,7 @@ from .words import Word
 
 log = logging.getLogger(__name__)
 
+STEPS = "steps"  # in a checkpoint: those of rounds, of which a scaler may have refused some
 FAR = 1 << 40  # the loop of a worker that has left all of them
 
 
@@ -70,8 +71,10 @@ class Averaging(Apart):
         self._cut: list[list[int]] = []  # which of them belong to which fragment
         self._next = 0  # the fragment that is exchanged next
         self._num_steps = 0
+        self._first = 0  # those that a checkpoint had behind it
+        self._mean_steps = 0.0  # of all workers, when they met last
         self._interval = 1  # this worker's steps in the round under way
-        self._warm = strategy.warmup > 0
+        self.warm = strategy.warmup > 0
         self._samples = 0.0  # since the last step
         self._brought = 0.0  # what they were as an optimizer came to its step; those of later ones are the same
         self._unit = 1.0  # how many samples weigh 1
@@ -106,6 +109,7 @@ class Averaging(Apart):
         self._backward.hook()
         self._recut(anew=True)
         self._interval = self._plan([])
+        self._resumed_s = time.perf_counter()
 
     def _make_mean(self) -> Mean | None:
         if isinstance(self.strategy, DiLoCo):
@@ -170,7 +174,7 @@ class Averaging(Apart):
                 self._samples = 0.0
             for parameter in mine:
                 parameter.grad = None
-        if self._warm and not self._share(optimizer):
+        if self.warm and not self._share(optimizer):
             self._skip(optimizer)
             return False
         return True
@@ -183,7 +187,7 @@ class Averaging(Apart):
 
     def _miss(self, optimizer: torch.optim.Optimizer) -> None:
         """A step that is not taken, but that the others count on; in the warm-up nobody takes it."""
-        if self._warm:
+        if self.warm:
             self._share(optimizer, missed=True)
         self._skip(optimizer)
 
@@ -198,7 +202,7 @@ class Averaging(Apart):
         self._stepped.add(id(optimizer))
         if optimizer is self.roster.optimizers[0]:
             self._count()
-        elif not self._warm or self._lacking:
+        elif not self.warm or self._lacking:
             self._rest = [self._brought] * self._num_fragments
         if self._due and len(self._stepped) == len(self.roster.optimizers):
             self._proceed()
@@ -212,7 +216,7 @@ class Averaging(Apart):
         self.local_steps += 1
         self._seen = [seen + self._samples for seen in self._seen]
         self._samples = 0.0
-        if self._warm:
+        if self.warm:
             if not self._lacking:  # everybody has taken this step
                 self._seen = [0.0] * self._num_fragments
                 self._due = self._num_steps >= self.strategy.warmup
@@ -224,14 +228,14 @@ class Averaging(Apart):
     def _proceed(self) -> None:
         """What is due: an exchange, or the end of the warm-up."""
         self._due = False
-        if self._warm:
+        if self.warm:
             self._begin_rounds()
         else:
             self._exchange()
 
     def _begin_rounds(self) -> None:
         """After the warm-up all are at one point."""
-        self._warm = False
+        self.warm = False
         self._recut(anew=True)
         self._begin_round()
         self._interval = self._plan([])
@@ -247,6 +251,7 @@ class Averaging(Apart):
             meeting.buffers = self._extras.pack()
         if self._errand is not None:
             self._underway = meeting
+            self._group.transport.background = True
             self._errand.give(meeting)
             self._pass([self._next])
         else:
@@ -282,11 +287,12 @@ class Averaging(Apart):
             meeting = self._open(leaving=1.0, broke=float(broke), loop=float(loop))
             self._meet(meeting)
             self._conclude(meeting)
+            self._resumed_s = time.perf_counter()
             others_left = all(word.loop > loop or (word.leaving and word.loop == loop) for word in meeting.words)
             if not meeting.going and any(word.behind for word in meeting.words):
                 self._doubt = any(word.broke for word in meeting.words)
                 self._catch_up()
-            if self._warm and not meeting.going:
+            if self.warm and not meeting.going:
                 self._num_steps = meeting.furthest
                 if self._num_steps >= self.strategy.warmup:
                     self._begin_rounds()
@@ -318,14 +324,14 @@ class Averaging(Apart):
         if self.local_steps:
             self._step_s = self._busy_s / self.local_steps
         word = Word(
-            warm=float(self._warm),
+            warm=float(self.warm),
             loop=float(self.loop),
             stop=float(self.stop_wanted),
             behind=float(self._behind),
             step=float(self._num_steps),
             step_s=self._step_s,
             outline=float(zlib.crc32(repr(self._trained).encode())),
-            buffers=float(self._extras.changed),
+            buffers=self._extras.news,
             samples=[seen or rest for seen, rest in zip(self._seen, self._rest, strict=True)],
         )
         return Meeting(dataclasses.replace(word, **given), self._num_steps + self._overlap, self._cut)
@@ -347,13 +353,17 @@ class Averaging(Apart):
         assert self._errand is not None and self._underway is not None
         begin = time.perf_counter()
         self._errand.wait()
-        self.traffic.exposed_s += time.perf_counter() - begin
+        waited_s = time.perf_counter() - begin
+        self._group.transport.background = False
+        self.traffic.exposed_s += waited_s
+        self._resumed_s += waited_s  # which is no work
         meeting, self._underway = self._underway, None
         self._conclude(meeting)
 
     def _conclude(self, meeting: Meeting) -> None:
         """On the training thread: the parameters become what was agreed, and all know what comes next."""
         self._meetings.settle(meeting, late=self._num_steps > meeting.due - self._overlap)
+        self._mean_steps = sum(word.step for word in meeting.words) / len(meeting.words)
         if meeting.word.leaving or self._errand is None:
             self._pass(meeting.fragments)
         if meeting.warm and meeting.results:
@@ -374,8 +384,11 @@ class Averaging(Apart):
     def _hear(self, meeting: Meeting) -> None:
         words = meeting.words
         stay = [word.step for word in words if not word.broke]  # of those who go on, or have come to the loop's end
+        lent = bool(stay) and self.strategy.leased  # then the numbers of steps say nothing of who left early
         broke = [
-            r for r, word in enumerate(words) if word.broke and (meeting.going or max(stay, default=0) > word.step)
+            rank
+            for rank, word in enumerate(words)
+            if word.broke and (meeting.going or lent or max(stay, default=0) > word.step)
         ]
         stop = any(word.stop for word in words) or bool(broke)
         if stop:
@@ -431,8 +444,10 @@ class Averaging(Apart):
     def quit(self) -> None:
         self._settle_doubt(quits=True)
 
-    def depart(self) -> None:
+    def depart(self, for_good: bool) -> None:
+        """Whether others have taken steps is not known here: who goes for good meets them once more."""
         self._settle_doubt(quits=True)
+        self._closed = self._closed and not for_good
         self._close(FAR)
 
     # -- what it cost --------------------------------------------------------------------------------------------------
@@ -443,7 +458,7 @@ class Averaging(Apart):
     def summary(self) -> str:
         trained = [self.roster.parameters[index] for index in self._trained]
         text, sent, rounds = self.strategy.spell(), self._bulk.sent_bytes, cast(int, self.rounds)
-        return savings.sentence(text, rounds, self._num_steps, sent, trained, self._group.size)
+        return savings.sentence(text, rounds, round(self._mean_steps) - self._first, sent, trained, self._group.size)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
@@ -451,15 +466,18 @@ class Averaging(Apart):
         return [self._mean.common(index) for index in range(len(self.roster.parameters))]
 
     def snapshot(self, complete: bool = True) -> Snapshot:
-        """The round is closed. With state=keep all workers go on with the mean of their states, which is what is saved:
-        so a run that is restored goes on as this one does."""
+        """The round is closed. All workers go on with what is saved, so that a run that is restored goes on as this one
+        does: rank 0's schedulers and scaler, and with state=keep the mean of the optimizers' states."""
         self._close(self.loop)
         if self.strategy.state == "keep":
             with torch.no_grad():
                 self._extras.average_states([1.0 / self._group.size] * self._group.size)
+        self._behind = True
+        self._catch_up()
         self.roster.refresh_buffers()
         parameters = {name: p.detach() for name, p in zip(self.roster.names, self.roster.parameters, strict=True)}
-        return Snapshot(parameters, dict(self.roster.buffers), collect(self.roster), self._mean.state())
+        extra = {**self._mean.state(), STEPS: torch.tensor(self._num_steps)}
+        return Snapshot(parameters, dict(self.roster.buffers), collect(self.roster), extra)
 
     def load_states(self, states: States) -> None:
         load(self.roster, states, lambda index, state: state)
@@ -468,8 +486,9 @@ class Averaging(Apart):
         self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], extra: dict[str, torch.Tensor]
     ) -> None:
         self._wait()
-        self._num_steps = self.steps
-        self._warm = self._num_steps < self.strategy.warmup
+        self._num_steps = self._first = int(extra[STEPS]) if STEPS in extra else self.steps
+        self._mean_steps = float(self._num_steps)
+        self.warm = self._num_steps < self.strategy.warmup
         with torch.no_grad():
             for name, parameter in zip(self.roster.names, self.roster.parameters, strict=True):
                 parameter.copy_(parameters[name])

@@ -11,6 +11,9 @@ from .. import letters
 from ..roster import Roster
 from .bulk import Bulk
 from .means import put, vector_of
+from .nonfinite import is_finite
+
+BROKEN = 2.0
 
 Place = tuple[int, int, str]  # optimizer, parameter, key
 
@@ -22,6 +25,7 @@ class Extras:
         self._bulk = bulk
         self._versions: list[tuple[int, int]] = []
         self.remember()
+        self._endless = self._infinite()  # from the start, a mask of -inf perhaps
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 
@@ -31,9 +35,16 @@ class Extras:
         self._versions = self._roster.signature()
 
     @property
-    def changed(self) -> bool:
+    def news(self) -> float:
+        """Whether the buffers have changed since all had the same: 0, 1, or BROKEN if one is NaN or infinite now."""
         self._roster.refresh_buffers()
-        return self._roster.signature() != self._versions
+        if self._roster.signature() == self._versions:
+            return 0.0
+        return BROKEN if self._infinite() - self._endless else 1.0
+
+    def _infinite(self) -> set[str]:
+        named = self._roster.buffers.items()
+        return {name for name, buffer in named if buffer.is_floating_point() and not is_finite(buffer.detach())}
 
     def floats(self) -> list[torch.Tensor]:
         return [buffer.detach() for buffer in self._roster.buffers.values() if buffer.is_floating_point()]
@@ -114,5 +125,10 @@ class Extras:
         if tuple(shape) == tuple(parameter.shape):
             state[key] = torch.zeros_like(parameter, requires_grad=False)
         else:
-            state[key] = torch.zeros(shape, dtype=torch.float32)
+            fused = any(
+                group.get("fused") or group.get("capturable")
+                for group in self._roster.optimizers[number].param_groups
+                if any(each is parameter for each in group["params"])
+            )  # these count their steps where the parameter is
+            state[key] = torch.zeros(shape, dtype=torch.float32, device=parameter.device if fused else None)
         return state[key]

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import HoraError
-from ..lanes import laid
 from ..roster import Roster
 from ..server.access import Access
 from ..server.layout import Block
 from ..server.messages import Begin
 from .bulk import Bulk
 from .local import LocalSGD
-from .means import Mean, pieces, put, vector_of
+from .means import Mean, drift_from, pieces, put, vector_of
 from .nonfinite import is_finite
 from .outpost import Outpost
 
@@ -52,19 +51,17 @@ class Kept(Mean):
             self._points[index] = parameter.clone()
 
     def pack(self, indices: Sequence[int]) -> torch.Tensor:
-        vector = vector_of([self._points[index] for index in indices])
-        for parameter, place in pieces(self._parameters(indices), vector):
-            place.sub_(laid(parameter))
-        return vector
+        return drift_from([self._points[index] for index in indices], self._parameters(indices))
 
     def travel(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
         drifts = dict(zip(indices, (place for _, place in pieces(self._parameters(indices), vector)), strict=True))
 
+        share = shares[self._group.rank]
+
         def drift(block: Block) -> torch.Tensor | None:
-            whole = drifts.get(block.index)
+            whole = drifts.get(block.index) if share else None
             return whole if whole is None or block.whole else whole[block.start : block.stop]
 
-        share = shares[self._group.rank]
         wrong = "" if not share or is_finite(vector) else self._access.name
         begin = Begin(
             self._num_rounds,

@@ -109,7 +109,7 @@ class LocalSGD(Rounds):
                 raise ValueError("block_bytes has an effect only with via=ps")
             return
         if self.algorithm != "auto":
-            raise ValueError("algorithm has no effect with via=ps: the servers take the mean")
+            raise ValueError("algorithm cannot be chosen with via=ps: the servers take the mean")
         if not self.barrier:
             for option, idle in (("warmup", 0), ("pace", "steps"), ("state", "keep")):
                 if getattr(self, option) != idle:
@@ -187,7 +187,7 @@ class DiLoCo(Rounds):
         if self.overlap and self.state != "keep":
             raise ValueError(f"state={self.state} needs a round that ends where it begins: leave overlap out")
         if self.wire != "float32" and self.algorithm != "auto":
-            raise ValueError(f"algorithm has no effect with wire={self.wire}, which travels by exchanges of its own")
+            raise ValueError(f"algorithm cannot be chosen with wire={self.wire}, which travels by exchanges of its own")
 
     def sync(self, roster: Roster) -> Sync:
         from .averaging import Averaging

@@ -81,6 +81,14 @@ def pieces(tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> list[tuple[
     return list(zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True))
 
 
+def drift_from(points: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """How far these points are from where the tensors are now, as a vector."""
+    vector = vector_of(points)
+    for tensor, place in pieces(tensors, vector):
+        place.sub_(laid(tensor))
+    return vector
+
+
 def put(tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
     """The inverse of `vector_of`."""
     for tensor, place in pieces(tensors, vector):
@@ -138,10 +146,7 @@ class Outer(Mean):
         return self._points[index] if index in self._points else super().common(index)
 
     def pack(self, indices: Sequence[int]) -> torch.Tensor:
-        vector = vector_of([self._points[index] for index in indices])
-        for parameter, place in pieces(self._parameters(indices), vector):
-            place.sub_(laid(parameter))
-        return vector
+        return drift_from([self._points[index] for index in indices], self._parameters(indices))
 
     def travel(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
         if self._strategy.wire == "float32":

@@ -9,6 +9,7 @@ extras          at the end of a round: buffers, optimizer state
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 
@@ -18,12 +19,14 @@ from ..errors import HoraError
 from ..roster import Roster
 from . import nonfinite
 from .bulk import Bulk
-from .extras import Extras
+from .extras import BROKEN, Extras
 from .local import DiLoCo, LocalSGD
 from .means import Mean, Plain
 from .sync import Traffic
 from .warmup import mean_gradients
 from .words import Word, shares
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -133,16 +136,25 @@ class Meetings:
     def _exchange_extras(self, meeting: Meeting, portions: Sequence[float]) -> None:
         extras = self.extras
         if any(word.buffers for word in meeting.words):
-            if extras.floats():
-                if meeting.buffers is None:
-                    meeting.buffers = extras.pack()
-                meeting.mean_buffers = extras.travel(meeting.buffers, portions)
+            if meeting.buffers is None:
+                meeting.buffers = extras.pack()
+            sound = self._sound(meeting.words, portions)
+            if meeting.buffers.numel() and sound is not None:
+                meeting.mean_buffers = extras.travel(meeting.buffers, sound)
             if not meeting.going or self._at_once:
                 extras.share_counts()
         if self._strategy.state == "average":
             extras.average_states(portions)
         elif self._strategy.state == "reset":
             extras.reset_states()
+
+    def _sound(self, words: Sequence[Word], portions: Sequence[float]) -> list[float] | None:
+        """The shares of those whose buffers are finite; the others get the mean of these. None if nobody's are."""
+        bad = [rank for rank, word in enumerate(words) if word.buffers == BROKEN]
+        if bad and self._group.rank == 0:
+            log.warning("buffers of %s are not finite: they do not count", self._group.transport.name_of(bad[0]))
+        left = [0.0 if rank in bad else share for rank, share in enumerate(portions)]
+        return [share / sum(left) for share in left] if sum(left) else None
 
     def _check(self, words: Sequence[Word]) -> None:
         """HoraError, the same on every worker, if those who go on do not do the same."""
@@ -152,10 +164,16 @@ class Meetings:
             first, other = going[0]
             if (word.gradients, word.number) != (other.gradients, other.number):
                 raise HoraError(
-                    f"{name_of(rank)} is at step {word.step:.0f}, {name_of(first)} at step {other.step:.0f}, one of "
-                    f"them still in the first {self._strategy.warmup} (warmup): every worker must take the same steps"
+                    f"{name_of(rank)} is at step {word.step:.0f}, {name_of(first)} at step {other.step:.0f}, and they "
+                    f"do not do the same: in the first {self._strategy.warmup} steps (warmup) every worker must take "
+                    "the same steps, of the same optimizers in the same order"
                 )
-            if word.outline != other.outline or word.fragment != other.fragment:
+            if word.fragment != other.fragment:
+                raise HoraError(
+                    f"{name_of(rank)} at step {word.step:.0f} is not in the same part of the round as {name_of(first)} "
+                    f"at step {other.step:.0f}: every worker must take the same steps"
+                )
+            if word.outline != other.outline:
                 raise HoraError(
                     f"{name_of(rank)} at step {word.step:.0f} does not train the same parameters as {name_of(first)} "
                     f"at step {other.step:.0f}: freeze and unfreeze them on every worker at the same step"

@@ -29,6 +29,7 @@ class Reporting(Served):
         self.local_steps = 0
         self._samples = 0.0  # since the last step, and since the last report
         self._seen = 0.0
+        self._brought = 0.0  # what they were as an optimizer came to its step; those of later ones are the same
         self._rest = 0.0  # of other optimizers' steps since the last report, if there were no more
         self._unit = 1.0
         self._num_steps = 0  # up to the last report
@@ -48,12 +49,16 @@ class Reporting(Served):
 
     def open_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The step is this worker's own."""
-        self._even_out(self._own(optimizer))
+        mine = self._own(optimizer)
+        if self._pile or self._absent:
+            self._brought = self._samples
+            self._full = max(self._full, self._samples)
+        self._even_out(mine)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._pile.clear()
         if optimizer is not self.roster.optimizers[0]:
-            self._rest = self._full
+            self._rest = max(self._rest, self._brought)
             return
         self._absent = False
         self.local_steps += 1
@@ -96,8 +101,8 @@ class Reporting(Served):
         return Begin(self._step, 0, 0, scale=mine / whole if whole else 0.0, place=self._place)
 
     def _drift(self, block: Block) -> torch.Tensor:
-        drift = laid(self._points[block.index]) - laid(self.roster.parameters[block.index])
-        return drift if block.whole else drift[block.start : block.stop]
+        point, here = laid(self._points[block.index]), laid(self.roster.parameters[block.index])
+        return point - here if block.whole else point[block.start : block.stop] - here[block.start : block.stop]
 
     def _pulled(self) -> None:
         """What was read is what the next drift is measured from."""
@@ -112,6 +117,11 @@ class Reporting(Served):
         if self.local_steps or self._rest:
             self._report()
         super().leave_loop(finished)
+
+    def depart(self, for_good: bool) -> None:
+        """Before others read the model, in a checkpoint perhaps, this worker's part is in it."""
+        if self.local_steps:
+            self._report()
 
     def notes(self) -> dict[str, float]:
         return {**super().notes(), "round": float(self.rounds or 0)}

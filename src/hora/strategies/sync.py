@@ -81,6 +81,7 @@ class Sync(abc.ABC):
     jumped = 0  # steps of the others that this worker has missed, since the training loop has last counted them
     rounds: int | None = None  # how many rounds were closed, where workers train alone between them
     local_steps = 0  # of this worker since the last of them
+    warm = False  # there are rounds, but not yet: every step is taken by all together
     steps = 0  # as the training loop counts them
 
     def __init__(self, roster: Roster) -> None:
@@ -151,7 +152,7 @@ class Sync(abc.ABC):
     def quit(self) -> None:
         """It has left `job.epochs` before its end. May block."""
 
-    def depart(self) -> None:
+    def depart(self, for_good: bool) -> None:
         """It goes where others cannot reach it: to write a checkpoint together, or out of the run. May block."""
 
     def common(self) -> list[torch.Tensor]:
