@@ -26,7 +26,7 @@ from .coordinator import Client, Event, LocalHub, Member
 from .data import Desk, Shard, View, shard
 from .errors import HoraError, PeerLost
 from .launch import environment
-from .launch.codes import ECHO_EXIT
+from .launch.codes import ECHO_EXIT, SCRIPT_FAILED
 from .launch.environment import Identity
 from .launch.meeting import Meeting, meet
 from .progress import Progress
@@ -98,6 +98,7 @@ class Job:
         self._apart = False  # the workers of the launch are no longer all there
         self._serving = identity.serve
         self._publisher: Publisher | None = None
+        self._asked = False  # a predictor has come to `prepare`
         meeting.control.listen(self._hear)
 
     def _hear(self, event: Event) -> None:
@@ -168,7 +169,9 @@ class Job:
         assert training.sync is not None
         if self._serving is not None:
             control, token = self._meeting.control, self._meeting.token
-            publisher = self._publisher = Publisher(self._serving, training.rank, training.sync, control, token)
+            everybody = self._everybody_shows
+            publisher = Publisher(self._serving, training.rank, training.sync, control, token, everybody)
+            self._publisher = publisher
             training.show = lambda at_once: publisher.show(training.step, at_once)
 
         def sign(signature: bytes) -> None:
@@ -179,9 +182,15 @@ class Job:
         if training.rank == 0:
             note_signature(training.models[0], sign)
 
+    @property
+    def _everybody_shows(self) -> bool:
+        """Whether there are rounds, and a run goes on without rank 0."""
+        return self.strategy.elastic and self.strategy.uses_rounds
+
     def _answer(self, model: Any, optimizer: Any, predict: Callable[[Any, Any], Any] | None) -> NoReturn:
         from .serve import host
 
+        self._asked = True
         models, optimizers = several("model", model, torch.nn.Module), several("optimizer", optimizer, Optimizer)
         assert self._serving is not None
         roster = Roster(models, optimizers)
@@ -189,8 +198,10 @@ class Job:
             host.serve_checkpoint(self._serving, roster, predict)
         else:
             ps = (self.strategy, self._access) if isinstance(self.strategy, PS) and self._access is not None else None
-            newest = self._serving.source == "newest"
-            run = host.Run(self._meeting.control, self._meeting.token, self.size if newest else 1, ps)
+            if ps is not None and ps[0].mode == "sync" and len(optimizers) > 1:
+                ps = None  # servers are at rest after each optimizer's part of a step, rank 0 knows when it is whole
+            many = self._serving.source == "newest" or self._everybody_shows
+            run = host.Run(self._meeting.control, self._meeting.token, self.size if many else 1, ps)
             host.serve(self._serving, roster, predict, run)
         raise SystemExit(0)
 
@@ -282,11 +293,15 @@ class Job:
 
         Where a run goes on without a worker that was lost, the lowest rank that is left writes by itself; "" elsewhere.
         """
-        path, text = os.fspath(directory), self.strategy.spell()
+        saved = self._save(os.fspath(directory), keep)
+        self.training.show(True)  # it has closed the round
+        return saved
+
+    def _save(self, path: str, keep: int) -> str:
         if self.strategy.elastic and (self._apart or self._joined):
             return self._save_alone(path, keep)
         try:
-            return saving.save(self.training, self.group, path, text, keep)
+            return saving.save(self.training, self.group, path, self.strategy.spell(), keep)
         except PeerLost:
             if not self.strategy.elastic:
                 raise
@@ -326,7 +341,7 @@ class Job:
             self.training.conclude(self._progress.used)
         self._desk.close(**({"linger_s": 0.0} if self._failed else {}))
         if not self._failed:
-            self.training.depart()
+            self.training.depart(for_good=True)
             self.training.show(True)
             with contextlib.suppress(HoraError):
                 self._meeting.control.leave()
@@ -415,6 +430,8 @@ def init(
         os.register_at_fork(after_in_child=meeting.service.forget)
     if isinstance(meeting.control, Client) and identity.launcher != "hora":
         meeting.control.on_lost = lambda reason: world.lose(0, f"the line to it broke: {reason}")
+    if identity.role == "predictor" and identity.launcher == "alone":
+        atexit.register(_complain_of_nothing, job)  # after `close`
     atexit.register(job.close)
     return job
 
@@ -443,6 +460,15 @@ def _access(identity: Identity, meeting: Meeting, member: Member, timeout_s: flo
         shared=transport in ("auto", "shm"),
         history=identity.history,
     )
+
+
+def _complain_of_nothing(job: Job) -> None:
+    """The script of `hora serve` has ended: that it never came to `prepare` is a failure that its end would hide."""
+    if job.pid == os.getpid() and not job._asked and getattr(sys, "last_value", None) is None:
+        print("hora serve: the script ended before job.prepare(model, optimizer): nothing was served", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(SCRIPT_FAILED)  # an exit function has no other way to choose the code
 
 
 _CHILD = (

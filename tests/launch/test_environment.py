@@ -11,6 +11,7 @@ from hora.errors import HoraError
 from hora.launch import environment
 from hora.launch.environment import Identity, read
 from hora.launch.meeting import first_host, read_token_file
+from hora.serve.config import ServeConfig
 
 HORA = {"HORA_RANK": "1", "HORA_SIZE": "2", "HORA_CONTROL": "127.0.0.1:5", "HORA_TOKEN_FD": "7", "HORA_RUN": "r"}
 TORCHRUN = {
@@ -52,6 +53,13 @@ STEP = SALLOC | {
 def test_the_inner_launcher_knows_better(env: dict[str, str], launcher: str, rank: int, size: int) -> None:
     found = read(env)
     assert (found.launcher, found.rank, found.size) == (launcher, rank, size)
+
+
+@pytest.mark.parametrize("env", [{}, TORCHRUN, MPIRUN, STEP])
+def test_a_predictor_of_a_checkpoint_is_one_under_any_launcher(env: dict[str, str]) -> None:
+    found = read(env | {"HORA_SERVE": ServeConfig(checkpoint="saved").spell()})
+    assert (found.role, found.launcher, found.size) == ("predictor", "alone", 1)
+    assert read(TORCHRUN | {"HORA_SERVE": ServeConfig().spell()}).role == "worker"
 
 
 def test_each_launcher_says_where_and_with_whom() -> None:

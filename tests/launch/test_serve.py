@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from predictions import LIMIT_S, Run, ask, running
 
 from conftest import Launcher
 from hora import checkpoint
-from hora.launch import codes
+from hora.launch import codes, report
+from hora.launch.cli import main
 
 # Several processes import torch on whatever cores there are.
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("inductor_cache")]
@@ -114,6 +116,12 @@ def test_a_predictor_that_is_killed_is_named_and_the_training_goes_on(launcher: 
         assert run.end() == codes.OK, run.text
     assert len(re.findall("ended at", run.text)) == 2
     assert "serving 'serving'" in (tmp_path / "logs" / "predictor.err").read_text()
+
+
+def test_only_an_end_of_its_own_is_explained_by_an_exception() -> None:
+    for code, how, explained in ((1, "exit code 1", True), (-9, "killed by SIGKILL", False)):
+        child: Any = SimpleNamespace(name="predictor", pid=1, returncode=code, how=how, exception="ValueError: old")
+        assert ("ValueError: old" in report.silenced(child, training=True)) == explained
 
 
 def await_end_of(pids: list[int]) -> None:
@@ -224,7 +232,28 @@ def test_hora_serve_answers_as_the_saved_model_does(launcher: Launcher, tmp_path
     other = launcher.run("serve", "--port", 0, saved, "serving.py", "--width", 9)
     assert other.returncode == codes.SCRIPT_FAILED
     assert re.search(r"HoraError: 0.weight has shape \[8, 6\] in .*: it is of another model", other.stderr)
-    assert launcher.run("serve", tmp_path / "none", "serving.py").returncode == codes.USAGE
+    early = launcher.run("serve", "--port", 0, saved, "serving.py", "--fault", "no-prepare")
+    assert early.returncode == codes.SCRIPT_FAILED
+    assert early.stderr == ("hora serve: the script ended before job.prepare(model, optimizer): nothing was served\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("none",), "there is no checkpoint 'none'"),
+        (("empty",), "there is no checkpoint in 'empty'"),
+        (("--port", "x", "empty"), "--port takes [HOST:]PORT, not 'x'; e.g. --port 8000"),
+    ],
+)
+def test_what_hora_serve_cannot_do_is_told_before_the_script_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: tuple[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty" / "step-7").mkdir(parents=True)
+    (tmp_path / "train.py").touch()
+    assert main(["serve", *given, "train.py"]) == codes.USAGE
+    told = capsys.readouterr().err
+    assert said in told and len(told.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ import torch
 from predictors import PATIENCE_S, Recorder, Steps, answering, threads
 from torch import nn
 
+from hora.roster import Roster
 from hora.serve import answering as module
 from hora.serve.answering import Answer, Answerer
 from hora.serve.protocol import Signature, TensorSpec, signature_of
 from hora.serve.refusal import NotReady, Refusal
 from hora.serve.source import Stamp
+from hora.serve.staging import Staging
 
 
 def rows(*values: float) -> dict[str, Any]:
@@ -90,15 +92,50 @@ def test_a_lone_client_is_not_kept_waiting_for_others() -> None:
     assert model.batches == [1] * 21
 
 
-def test_a_batch_never_has_more_rows_than_max_batch_unless_one_request_has() -> None:
+def test_a_batch_never_has_more_rows_than_max_batch_and_a_larger_request_is_answered_in_slices() -> None:
     model = Recorder()
-    with answering(model, max_batch=4, max_wait_ms=0) as answerer:
+    with answering(model, source := Steps(), max_batch=4, max_wait_ms=0) as answerer:
         many = rows(*range(9))
         futures = behind_the_gate(answerer, model, rows(1, 2), rows(3, 4), rows(5), many, rows(6))
         assert torch.equal(wait(futures[3]).outputs["output"], model.layer(many["x"]))
         for future in futures:
             wait(future)
-    assert model.batches == [1, 4, 1, 9, 1]
+    assert model.batches == [1, 4, 1, 4, 4, 1, 1]
+    assert source.num_refreshes == 5, "all slices are of one moment"
+
+
+def test_slices_whose_answers_do_not_fit_together_are_refused() -> None:
+    with answering(Recorder(), max_batch=2, predict=lambda model, x: x[:, : len(x)]) as answerer:
+        error = refusal(answerer.submit(rows(1, 2, 3)))
+        assert error.status == 500 and "differ in shape" in str(error)
+
+
+def test_a_buffer_that_forward_puts_anew_can_be_loaded_afterwards() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = self.seen + len(x)
+            return self.layer(x)
+
+    model = Counting()
+    roster = Roster([model], [torch.optim.SGD(model.parameters(), lr=1.0)])
+    staging = Staging(roster)
+
+    class Loading(Steps):
+        def refresh(self) -> Stamp | None:
+            for tensor in (*staging.parameters, *staging.buffers.values()):
+                tensor.fill_(3.0)
+            staging.load()
+            return super().refresh()
+
+    with answering(model, Loading()) as answerer:
+        for _ in range(2):
+            wait(answerer.submit(rows(1)))
+    assert float(model.seen) == 4.0
 
 
 def test_only_requests_of_one_kind_are_joined() -> None:
@@ -166,14 +203,14 @@ def test_the_model_answers_in_eval_mode_without_gradients() -> None:
 
     class Curious(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append((self.training, torch.is_inference_mode_enabled()))
+            seen.append((self.training, torch.is_grad_enabled()))
             self.train()
             return x
 
     with answering(Curious().train()) as answerer:
         wait(answerer.submit(rows(1)))
         wait(answerer.submit(rows(1)))
-    assert seen == [(False, True)] * 2
+    assert seen == [(False, False)] * 2
 
 
 # what a model takes and gives

@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from hora.serve import app as app_module
 from hora.serve import door
 from hora.serve import http as http_module
 from hora.serve.answering import Answerer
+from hora.serve.door import Door
 from hora.serve.http import Server
 from hora.serve.source import Stamp
 
@@ -423,6 +425,41 @@ def test_names_that_others_let_point_here_are_not(place: Place, host: str) -> No
         assert status == 403 and "is not allowed here, only" in sentence(said)
 
 
+def test_the_address_that_was_reached_is_allowed() -> None:
+    with answering(Recorder()) as answerer, served(answerer, host="0.0.0.0") as port:
+        with socket.create_connection(("127.0.0.2", port)) as line:
+            line.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: 127.0.0.2\r\nConnection: close\r\n\r\n")
+            assert _rest(line).startswith(b"HTTP/1.1 200 ")
+        assert ask(port, "GET", "/v2/health/live", headers={"Host": "127.0.0.2"})[0] == 403
+
+
+def test_an_answer_that_nobody_reads_counts_and_its_connection_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "TAKE_S", 0.5)
+    large = 16 << 20
+    doors: list[Door] = []
+    made = Door.__init__
+
+    def noted(self: Door, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        doors.append(self)
+
+    monkeypatch.setattr(Door, "__init__", noted)
+    with answering(Recorder(), predict=lambda model, x: ["x" * large]) as answerer, served(answerer) as port:
+        with socket.socket() as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect(("127.0.0.1", port))
+            body = b"[[1, 1, 1, 1]]"
+            line.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            deadline = time.monotonic() + PATIENCE_S
+            while not any(door._held > large for door in doors) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert any(door._held > large for door in doors)
+            while any(door._held for door in doors) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not any(door._held for door in doors)
+        assert len(ask(port, "POST", "/predict", body)[1]["outputs"][0]) == large, "who reads gets it all"
+
+
 def test_no_host_or_two_are_refused(place: Place) -> None:
     assert b" 403 " in place.raw(b"GET / HTTP/1.0\r\n\r\n")[:20]
     two = b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
@@ -449,14 +486,12 @@ def test_an_address_in_use_is_told_with_a_remedy() -> None:
 
     first = Server(app, "127.0.0.1", 0)
     port = first.address[1]
-    with pytest.raises(
-        ValueError, match=f"cannot listen on --serve 127.0.0.1:{port}: address already in use; .*port 0"
-    ):
+    with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}: address already in use; .*port 0"):
         Server(app, "127.0.0.1", port)
     first.close()
     Server(app, "127.0.0.1", port).close()
     for host, wrong in (("127.0.0.1", 65536), ("127.0.0.1", -1), ("no.such.host.invalid", 0), ("203.0.113.9", 0)):
-        with pytest.raises(ValueError, match="cannot listen on --serve"):
+        with pytest.raises(ValueError, match="cannot listen on"):
             Server(app, host, wrong)
 
 

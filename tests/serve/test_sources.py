@@ -9,11 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from hora.coordinator import LocalHub, Member
-from hora.errors import OutOfMemory
+from hora.coordinator import Event, LocalHub, Member
+from hora.errors import HoraError, OutOfMemory
 from hora.roster import Roster
 from hora.serve import publisher as publishing
 from hora.serve.config import ServeConfig, address_of, batch_of, every_of
+from hora.serve.host import Crowd
 from hora.serve.protocol import Signature
 from hora.serve.publisher import Offer, Publisher, note_signature
 from hora.serve.showcase import Showcase
@@ -27,6 +28,7 @@ from hora.server.shelf import Shelf
 from hora.server.state import Rules, Server
 from hora.strategies import parse
 from hora.strategies.sync import Sync
+from hora.transport.passing import Passing
 
 
 class Model(torch.nn.Module):
@@ -96,8 +98,11 @@ def test_of_several_workers_the_later_round_counts_then_the_later_local_step() -
     cases = [shown(roster) for _ in range(3)]
     source = FromShowcases(roster, cases[:2])
     source.add(cases[2])
+    publish(cases[0], roster, 7.0, Stamp(0, round=0, local_step=0))
+    publish(cases[1], roster, float("nan"), Stamp(1, round=0, local_step=1))
+    assert source.refresh() == Stamp(0, round=0, local_step=0) and values(model) == {7.0}, "the next after a bad one"
     story = [
-        (0, Stamp(0, round=0, local_step=0), 1.0),
+        (0, Stamp(0, round=0, local_step=0), 7.0),
         (1, Stamp(3, round=0, local_step=3), 2.0),
         (2, Stamp(2, round=0, local_step=2), 2.0),
         (0, Stamp(8, round=1, local_step=0), 4.0),
@@ -187,12 +192,35 @@ def test_in_async_the_stamp_is_the_lowest_version_and_the_spread() -> None:
     for step in range(3):
         servers.begin(0, step, reaches=0)
         servers.push(0, step, 1.0)
-    assert source.refresh() == Stamp(0, spread=3)
+    assert source.refresh() == Stamp(3, spread=0), "a block that was never updated does not count"
     servers.begin(1, 0, reaches=0)
-    servers.push(1, 0, float("nan"))
-    assert source.refresh() == Stamp(0, spread=3), "it is not finite"
+    servers.push(1, 0, 1.0)
+    assert source.refresh() == Stamp(3, spread=0), "one that begins late does not take the step back"
+    bias = float(model.line.bias.detach()[0])
+    for step in range(3, 9):
+        servers.begin(0, step, reaches=0)
+        servers.push(0, step, 1.0)
+    for step in range(1, 5):
+        servers.begin(1, step, reaches=0)
+        servers.push(1, step, 1.0)
+    assert source.refresh() == Stamp(5, spread=4) and float(model.line.bias.detach()[0]) < bias
+    servers.begin(1, 5, reaches=0)
+    servers.push(1, 5, float("nan"))
+    assert source.refresh() == Stamp(5, spread=4), "it is not finite"
     servers.fill(1.0, step=100)
     assert source.refresh() == Stamp(100, spread=0) and float(model.line.bias.detach()[0]) == 1.0
+
+
+def test_a_block_has_its_new_origin_before_it_is_at_rest_again() -> None:
+    servers = Servers(roster_of(Model()), "async", 1)
+    (memory,) = servers.memories
+
+    class Watched:
+        def __setitem__(self, number: int, value: int) -> None:
+            assert memory.words[number] & 1, "a reader may meet the version without its origin"
+
+    memory.origins = Watched()  # type: ignore[assignment]
+    servers.fill(1.0, step=7)
 
 
 def test_a_reader_of_blocks_never_meets_half_an_update() -> None:
@@ -235,11 +263,11 @@ def trained(rounds: int | None = None) -> tuple[Model, Sync]:
     return model, sync
 
 
-def publisher(sync: Sync, rank: int = 0, **options: object) -> tuple[Publisher, Offer | None]:
+def publisher(sync: Sync, rank: int = 0, everybody: bool = False, **options: object) -> tuple[Publisher, Offer | None]:
     hub = LocalHub(1)
     control = hub.line()
     control.join(Member("worker", 0, "here", 1))
-    made = Publisher(ServeConfig(**options), rank, sync, control, b"t" * 32)  # type: ignore[arg-type]
+    made = Publisher(ServeConfig(**options), rank, sync, control, b"t" * 32, everybody)  # type: ignore[arg-type]
     words = hub.coordinator.values(f"showcase/{rank}").get(f"showcase/{rank}")
     return made, None if words is None else msgspec.msgpack.decode(words, type=Offer)
 
@@ -269,19 +297,69 @@ def test_parameters_are_shown_when_they_are_due(every: str, expected: list[int])
     made.close(well=True)
 
 
+def shown_by(made: Publisher, model: Model) -> tuple[Stamp | None, float]:
+    """The newest stamp, and what the first bias is there."""
+    assert made._showcase is not None
+    room = [torch.empty_like(parameter) for parameter in model.parameters()]
+    stamp = made._showcase.read([each.detach() for each in room], {})
+    return stamp, float(room[[name for name, _ in model.named_parameters()].index("line.bias")][0])
+
+
+def at(model: Model, sync: Sync, value: float, rounds: int, local_steps: int) -> None:
+    torch.nn.init.constant_(model.line.bias, value)
+    sync.rounds, sync.local_steps = rounds, local_steps
+
+
 def test_with_rounds_what_was_agreed_upon_is_shown_and_only_then() -> None:
-    _, sync = trained(rounds=0)
+    model, sync = trained(rounds=0)
+    at(model, sync, 0.0, rounds=0, local_steps=0)
     made, _ = publisher(sync, every="step")
-    assert newest(made) == Stamp(0, round=0, local_step=0)
-    sync.local_steps = 3
+    assert shown_by(made, model) == (Stamp(0, round=0, local_step=0), 0.0)
+    at(model, sync, 3.0, rounds=0, local_steps=3)
     made.show(3)
-    assert newest(made) == Stamp(0, round=0, local_step=0)
-    sync.rounds, sync.local_steps = 1, 0
+    assert shown_by(made, model) == (Stamp(0, round=0, local_step=0), 0.0)
+    at(model, sync, 8.0, rounds=1, local_steps=0)
     made.show(8)
-    assert newest(made) == Stamp(8, round=1, local_step=0)
-    sync.local_steps = 2
+    assert shown_by(made, model) == (Stamp(8, round=1, local_step=0), 8.0)
+    at(model, sync, 10.0, rounds=1, local_steps=2)
     made.show(10, at_once=True)
-    assert newest(made) == Stamp(8, round=1, local_step=0), "it is still of the round's end"
+    assert shown_by(made, model) == (Stamp(8, round=1, local_step=0), 8.0), "it is still of the round's end"
+    at(model, sync, 17.0, rounds=2, local_steps=1)
+    made.show(17)
+    assert shown_by(made, model) == (Stamp(8, round=1, local_step=0), 8.0), "a step went over the average"
+    at(model, sync, 24.0, rounds=3, local_steps=0)
+    made.show(24)
+    assert shown_by(made, model) == (Stamp(24, round=3, local_step=0), 24.0)
+    made.close(well=True)
+
+
+def test_an_average_that_is_kept_is_shown_though_steps_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sync = trained(rounds=0)
+    kept = [torch.full_like(parameter, 5.0) for parameter in sync.roster.parameters]
+    monkeypatch.setattr(sync, "common", lambda: kept)
+    made, _ = publisher(sync, every="step")
+    at(model, sync, 9.0, rounds=1, local_steps=2)
+    made.show(10)
+    assert shown_by(made, model) == (Stamp(10, round=1, local_step=0), 5.0)
+    made.close(well=True)
+
+
+def test_in_the_warm_up_every_step_is_common() -> None:
+    model, sync = trained(rounds=0)
+    sync.warm = True
+    made, _ = publisher(sync, every="2")
+    found = []
+    for step in range(1, 5):
+        at(model, sync, float(step), rounds=0, local_steps=step)
+        made.show(step)
+        found.append(shown_by(made, model))
+    zero, two, *_, four = found[0], found[1], found[3]
+    assert zero[0] == Stamp(0, round=0, local_step=0)
+    assert (two, four) == ((Stamp(2, round=0, local_step=0), 2.0), (Stamp(4, round=0, local_step=0), 4.0))
+    at(model, sync, 5.0, rounds=0, local_steps=0)
+    sync.warm = False
+    made.show(5)
+    assert shown_by(made, model) == (Stamp(5, round=0, local_step=0), 5.0), "its end is where rounds begin"
     made.close(well=True)
 
 
@@ -314,11 +392,42 @@ def test_too_little_memory_is_a_warning_and_training_goes_on(
 
 def test_a_buffer_that_changes_its_shape_ends_the_showing_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     model, sync = trained()
-    made, _ = publisher(sync, every="step")
+    made, offer = publisher(sync, every="step")
+    assert offer is not None
     model.mean = torch.zeros(6)
     made.show(1)
     made.show(2)
+    other = Passing(b"t" * 32)
+    with pytest.raises(HoraError, match="buffer mean"):
+        other.fetch(offer.address, offer.key)
+    other.close()
+    made.close(well=True)
     assert len([record for record in caplog.records if "buffer mean" in record.message]) == 1
+
+
+def test_a_worker_that_is_done_does_not_wait_for_a_predictor_that_has_died() -> None:
+    _, sync = trained()
+    made, _ = publisher(sync, after=True)
+    made._hear(Event(kind="died", generation=1, member=Member("predictor", 0, "here", 2)))
+    begin = time.monotonic()
+    made.close(well=True)
+    assert time.monotonic() - begin < publishing.LINGER_S / 2
+
+
+def test_a_worker_that_joins_again_is_no_longer_gone() -> None:
+    control = LocalHub(1).line()
+    control.join(member := Member("worker", 0, "here", 1))
+    crowd = Crowd(control)
+    for kind, is_empty in (("died", True), ("joined", False), ("left", True)):
+        crowd._hear(Event(kind=kind, generation=1, member=member))
+        assert crowd.is_empty == is_empty
+
+
+def test_where_a_run_outlives_rank_0_everybody_shows() -> None:
+    _, sync = trained(rounds=0)
+    made, offer = publisher(sync, rank=1, everybody=True)
+    assert offer is not None and newest(made) == Stamp(0, round=0, local_step=0)
+    made.close(well=True)
 
 
 def test_the_signature_is_that_of_the_first_forward_in_training() -> None:

@@ -248,7 +248,7 @@ def _serving(
             if value:
                 raise ValueError(f"--serve-{flag} does nothing without --serve; e.g. --serve 8000")
         return None
-    host, port = address_of(address)
+    host, port = address_of(address, "--port" if checkpoint else "--serve")
     rows, wait_ms = batch_of(batch) if batch is not None else (ServeConfig.max_batch, ServeConfig.max_wait_ms)
     what = command[0] if command else "model"
     return ServeConfig(

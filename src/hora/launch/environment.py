@@ -57,15 +57,19 @@ class Identity:
 def read(environ: Mapping[str, str] | None = None) -> Identity:
     """The identity that the environment gives this process; ValueError says which variable is wrong."""
     env = os.environ if environ is None else environ
+    if _serves_checkpoint(env):  # `hora serve`, whatever launcher its shell belongs to
+        return _with_settings(Identity(role="predictor"), env)
     for look in (_hora, _torchrun, _mpirun, _slurm):
         found = look(env)
         if found is not None:
             identity = _with_settings(found, env)
             _check_rank(identity)
             return identity
-    identity = _with_settings(Identity(), env)
-    alone = identity.serve is not None and identity.serve.checkpoint
-    return dataclasses.replace(identity, role="predictor") if alone else identity
+    return _with_settings(Identity(), env)
+
+
+def _serves_checkpoint(env: Mapping[str, str]) -> bool:
+    return bool(env.get("HORA_SERVE")) and bool(ServeConfig.parse(env["HORA_SERVE"]).checkpoint)
 
 
 def _check_rank(identity: Identity) -> None:

@@ -57,7 +57,8 @@ def lost(child: Child, step: str) -> str:
 
 def silenced(child: Child, training: bool) -> str:
     """The predictor ended badly, while `training` was going on or after it."""
-    why = f": {child.exception}" if child.exception else ""
+    by_itself = child.returncode is not None and child.returncode > 0  # one that was killed had got over its exceptions
+    why = f": {child.exception}" if child.exception and by_itself else ""
     return f"the {_who(child)} {_how(child)}{why}; training {'goes on without it' if training else 'had ended'}"
 
 

@@ -3,7 +3,8 @@
     submit   any thread: checks the request and queues it; a Future at once, never blocks, never raises
     gather   the oldest request, and those behind it of the same kind, up to `max_batch` rows
     refresh  the source loads the newest parameters: the whole batch is of one moment, and each answer carries it
-    call     one forward; if that fails, each request by itself, so that a bad one fails alone
+    call     one forward; if that fails, each request by itself, so that a bad one fails alone. A request with more
+             than `max_batch` rows takes several, all of one moment
     settle   every Future gets its own rows, or a Refusal
 
 If nobody else waits, the thread waits for company up to `max_wait_ms`, but no longer than until as many have come as
@@ -198,8 +199,7 @@ class Answerer:
         """Whether one forward has answered them all; a single request is answered in any case, if by a Refusal."""
         rows = sum(waiting.rows for waiting in batch)
         try:
-            outputs = call(self._models, self._predict, joined([waiting.inputs for waiting in batch]))
-            check_rows(outputs, rows, self._predict)
+            outputs = self._call(joined([waiting.inputs for waiting in batch]), rows)
         except Exception as error:
             if len(batch) > 1:
                 return False
@@ -221,6 +221,18 @@ class Answerer:
             else:
                 _settle(waiting.future, Answer(own, stamp))
         return True
+
+    def _call(self, inputs: dict[str, Value], rows: int) -> dict[str, Value]:
+        """At most `max_batch` rows at a time, so that a large request takes no more memory than a full batch."""
+        parts = []
+        for start in range(0, rows, self._max_batch):
+            stop = min(rows, start + self._max_batch)
+            outputs = call(self._models, self._predict, cut(inputs, start, stop) if rows > self._max_batch else inputs)
+            check_rows(outputs, stop - start, self._predict)
+            parts.append(outputs)
+        if len({kind_of(part) for part in parts}) > 1:
+            raise Refusal("the outputs for some of the rows differ in shape from those for others; ask for fewer", 500)
+        return joined(parts)
 
 
 def _closing() -> Refusal:

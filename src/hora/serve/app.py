@@ -5,7 +5,6 @@ from __future__ import annotations
 from asyncio import wrap_future
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 import anyio
@@ -17,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from .. import __version__
 from . import plain, protocol
 from .answering import Answer, Answerer
 from .door import Door, error_response
@@ -110,7 +110,7 @@ class _Desk:
         )
 
     async def server(self, request: Request) -> Response:
-        return _json({"name": "hora", "version": version("hora"), "extensions": ["binary_tensor_data"]})
+        return _json({"name": "hora", "version": __version__, "extensions": ["binary_tensor_data"]})
 
     async def index(self, request: Request) -> Response:
         stamp = await self._moment()

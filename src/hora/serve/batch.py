@@ -75,7 +75,7 @@ def call(models: Sequence[nn.Module], predict: Predict | None, inputs: Mapping[s
     for model in models:
         model.eval()
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # inference's own tensors, as a buffer that forward puts anew, could not be loaded into
             if predict is not None:
                 asked = moved if len(moved) > 1 else next(iter(moved.values()))
                 output = predict(models[0] if len(models) == 1 else [*models], asked)

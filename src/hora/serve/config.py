@@ -35,7 +35,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= MAX_PORT:
-            raise ValueError(f"--serve takes a port from 0 to {MAX_PORT}, not {self.port}; e.g. --serve 8000")
+            raise ValueError(f"{self._flag} takes a port from 0 to {MAX_PORT}, not {self.port}; e.g. {self._flag} 8000")
         if self.source not in ("average", "newest"):
             raise ValueError(f"--serve-from {self.source!r} is unknown; there are: average, newest")
         if self.max_batch < 1 or not 0 <= self.max_wait_ms < 60_000:
@@ -93,12 +93,14 @@ def every_of(text: str) -> Every:
     return Every(seconds=float(match[1]))
 
 
-def address_of(text: str) -> tuple[str, int]:
-    """`8000`, `:8000`, `0.0.0.0:8000`, `[::1]:8000`: without a host it is this machine's own, 127.0.0.1."""
+def address_of(text: str, flag: str = "--serve") -> tuple[str, int]:
+    """`8000`, `:8000`, `0.0.0.0:8000`, `[::1]:8000`: without a host it is this machine's own, 127.0.0.1.
+
+    ValueError names the `flag` that it was given to."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not port.isdecimal() or int(port) > MAX_PORT or not re.fullmatch(r"[A-Za-z0-9._:-]*", host):
-        raise ValueError(f"--serve takes [HOST:]PORT, not {text!r}; e.g. --serve 8000, --serve 0.0.0.0:8000")
+        raise ValueError(f"{flag} takes [HOST:]PORT, not {text!r}; e.g. {flag} 8000, {flag} 0.0.0.0:8000")
     return host or LOOPBACK, int(port)
 
 

@@ -1,9 +1,9 @@
 """Door: who may come in, and with how much. Stands before the app on every path.
 
-Host       the name that the client used has to be one of ours: a web page that lets its own name point here (DNS
-           rebinding) is turned away
+Host       the name that the client used has to be one of ours, or the very address that it has reached: a web page that
+           lets its own name point here (DNS rebinding) is turned away
 Origin     a page of another host may not ask in its visitor's name
-body       at most `max_bytes`, whole within BODY_S; what all requests hold together is bounded as well
+body       at most `max_bytes`, whole within BODY_S; what all requests and answers hold together is bounded as well
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .refusal import RETRY_S, Refusal
 BODY_S = 10.0  # for a whole body
 MAX_HELD = 32  # times `max_bytes`: what all requests under way may hold together
 LINGER_S = 2.0  # how long the rest of a refused body is read and thrown away, so that its sender can read why
+LARGE_BYTES = 64 << 10  # an answer below this fits into the connection's own buffer
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]*))(?::\d+)?")
@@ -67,17 +68,34 @@ class Door:
             async def whole() -> Message:
                 return {"type": "http.request", "body": body, "more_body": False}
 
-            await self._app(scope, whole, send)
+            async def counted(message: Message) -> None:
+                await self._hand_over(message, send)
+
+            await self._app(scope, whole, counted)
         finally:
             self._held -= sum(map(len, chunks))
+
+    async def _hand_over(self, message: Message, send: Send) -> None:
+        """An answer counts until the client has taken it: the server lets the second message wait for that."""
+        num_bytes = len(message.get("body", b""))
+        if num_bytes <= LARGE_BYTES or message.get("more_body", False):
+            await send(message)
+            return
+        self._held += num_bytes
+        try:
+            await send({**message, "more_body": True})
+            await send({"type": message["type"], "body": b"", "more_body": False})
+        finally:
+            self._held -= num_bytes
 
     def _check(self, scope: Scope) -> dict[bytes, bytes]:
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")  # the server has refused a second one
-        if _bare(host) not in self._hosts:
+        reached = (scope.get("server") or [""])[0].lower().removeprefix("::ffff:")
+        if _bare(host) not in {*self._hosts, reached} - {""}:
             raise Refusal(f"the host {host[:80]!r} is not allowed here, only {', '.join(sorted(self._hosts))}", 403)
         origin = headers.get(b"origin")
-        if origin is not None and _origin_host(origin.decode("latin-1")) not in self._hosts:
+        if origin is not None and _origin_host(origin.decode("latin-1")) not in {*self._hosts, reached} - {""}:
             raise Refusal(f"pages of {origin.decode('latin-1')[:80]!r} may not ask here", 403)
         length = headers.get(b"content-length", b"0")
         if int(length) > self._max_bytes:  # the server has made sure that it is a number

@@ -181,6 +181,7 @@ class Crowd:
             return
         if event.kind == "joined":
             self._here.add(event.member.rank)
+            self._gone.discard(event.member.rank)
         elif event.kind in ("left", "died"):
             self._gone.add(event.member.rank)
 

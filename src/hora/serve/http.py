@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 10.0  # for the head of a request, from its first byte; for the first one from the connection
+TAKE_S = 10.0  # for an answer to be taken, from when it no longer fits into the buffers
 KEEP_S = 30  # how long a connection may be silent between two requests
 GRACE_S = 2  # for requests under way at the end
 POLL_S = 0.1
@@ -69,9 +70,11 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """One client's connection, closed if a request's head takes too long: uvicorn itself would wait forever."""
+    """One client's connection, closed if a request's head takes too long, or the client too long to read its answer:
+    uvicorn itself would wait forever."""
 
     _head: asyncio.TimerHandle | None = None
+    _full: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -84,6 +87,21 @@ class _Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unwatch()
+        self._relieve()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._full is None:
+            self._full = self.loop.call_later(TAKE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._relieve()
+
+    def _relieve(self) -> None:
+        if self._full is not None:
+            self._full.cancel()
+            self._full = None
 
     def _watch(self) -> None:
         if self.conn.their_state is not h11.IDLE:
@@ -100,7 +118,7 @@ class _Connection(H11Protocol):
 def _listen(host: str, port: int) -> socket.socket:
     shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if not 0 <= port <= 65535:
-        raise ValueError(f"cannot listen on --serve {shown}: a port is a number from 0 to 65535")
+        raise ValueError(f"cannot listen on {shown}: a port is a number from 0 to 65535")
     try:
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -116,7 +134,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
         raise ValueError(
-            f"cannot listen on --serve {shown}: {why[0].lower() + why[1:]}; "
+            f"cannot listen on {shown}: {why[0].lower() + why[1:]}; "
             f"another port may be free, and port 0 takes one that is"
         ) from error
     return listener

@@ -3,13 +3,15 @@
 strategy without rounds      every step, every N steps or every T seconds, as `--serve-every` says
 with rounds                  whenever one was closed: what the workers have agreed upon. With `--serve-from newest`
                              every worker shows, and in between, as above, its own parameters too
-always                       after `prepare` and `restore`, when a loop is left, and at the end
+in their warm-up             as without rounds: every step is common
+always                       after `prepare` and `restore`, when a loop is left, after `save`, and at the end
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ..coordinator import Control
+from ..coordinator import Control, Event
 from ..strategies.sync import Sync
 from ..training.hooks import Hook
 from ..transport.passing import Passing
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 
 LINGER_S = 10.0  # how long a worker that is done waits for a predictor that is to stay and has not looked yet
 FETCH_S = 60.0
+KEY = "showcase"  # under which the descriptor is offered
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -44,20 +47,25 @@ class Publisher:
     """One worker's. All is called on its training thread. What goes wrong here is one warning and the end of showing:
     nothing raises, and only `close` may wait for the predictor."""
 
-    def __init__(self, config: ServeConfig, rank: int, sync: Sync, control: Control, token: bytes) -> None:
+    def __init__(
+        self, config: ServeConfig, rank: int, sync: Sync, control: Control, token: bytes, everybody: bool = False
+    ) -> None:
+        """`everybody`: the run outlives its rank 0, so every worker shows what only it would."""
         self._config = config
         self._every = every_of(config.every)
         self._rank = rank
         self._sync = sync
         self._newest = config.source == "newest" and sync.rounds is not None
         self._round = -1  # the last one that was shown
-        self._round_step = 0  # when it was closed
+        self._problem = ""  # why nothing is shown any more
         self._last_step = 0
         self._last_at = time.monotonic()
         self._showcase: Showcase | None = None
         self._passing: Passing | None = None
-        if rank and not self._newest:
+        self._forsaken = False  # the predictor has gone
+        if rank and not (self._newest or everybody):
             return
+        control.listen(self._hear)
         if config.source == "newest" and not self._newest:
             log.warning("--serve-from newest: this strategy has no rounds, so it makes no difference")
         try:
@@ -65,37 +73,56 @@ class Publisher:
             roster.refresh_buffers()
             self._showcase = Showcase.create(roster.parameters, roster.buffers, roster.entries())
             self._passing = Passing(token, FETCH_S)
-            self._passing.offer("showcase", self._showcase.descriptor)
-            offer = Offer(self._passing.address, "showcase")
+            os.register_at_fork(after_in_child=self._passing.forget)
+            self._passing.offer(KEY, self._showcase.descriptor)
         except Exception as problem:
             self._give_up(problem)
-            offer = Offer(problem=str(problem))
         self.show(sync.steps, True)
+        offer = Offer(problem=self._problem)
+        if self._passing is not None and self._showcase is not None:
+            offer = Offer(self._passing.address, KEY)
         control.note(f"showcase/{rank}", msgspec.msgpack.encode(offer))
+
+    def _hear(self, event: Event) -> None:
+        """On the line's own thread."""
+        if event.member is not None and event.member.role == "predictor" and event.kind in ("joined", "left", "died"):
+            self._forsaken = event.kind != "joined"
 
     def show(self, step: int, at_once: bool = False) -> None:
         """The parameters are whole, after this step: shows them if that is due."""
         if self._showcase is None:
             return
         try:
-            if self._sync.rounds is None:
+            if self._sync.rounds is None or self._sync.warm:
+                self._round = -1  # the first one after the warm-up is news
                 if at_once or self._is_due(step):
-                    self._publish(self._own(), Stamp(step))
+                    local_step = None if self._sync.rounds is None else 0
+                    self._publish(self._own(), Stamp(step, round=self._sync.rounds, local_step=local_step))
             else:
                 self._show_round(step, at_once)
         except Exception as problem:
             self._give_up(problem)
 
     def _show_round(self, step: int, at_once: bool) -> None:
+        """The average only as long as it is there: a worker's next step goes over it, unless the strategy keeps it."""
         sync = self._sync
         assert sync.rounds is not None
-        if sync.rounds != self._round or not sync.local_steps:
-            self._round_step = step
-        if at_once or sync.rounds != self._round:
+        closed = sync.rounds != self._round
+        if ((at_once or closed) and not sync.local_steps) or (closed and self._keeps_average()):
+            self._publish(sync.common(), Stamp(step, round=sync.rounds, local_step=0))
             self._round = sync.rounds
-            self._publish(sync.common(), Stamp(self._round_step, round=sync.rounds, local_step=0))
-        elif self._newest and self._is_due(step):
+        elif self._newest and (closed or self._is_due(step)):
             self._publish(self._own(), Stamp(step, round=sync.rounds, local_step=sync.local_steps))
+            self._round = sync.rounds
+
+    def _keeps_average(self) -> bool:
+        """Whether what was agreed upon lies elsewhere than in the parameters that this worker trains."""
+        roster = self._sync.roster
+        trained = {id(p) for each in roster.optimizers for group in each.param_groups for p in group["params"]}
+        return not any(
+            id(own) in trained and own.requires_grad and own.data_ptr() == agreed.data_ptr()
+            for own, agreed in zip(roster.parameters, self._sync.common(), strict=True)
+        )
 
     def sign(self, signature: bytes) -> None:
         """What the model takes and gives, for the predictor to know."""
@@ -120,6 +147,9 @@ class Publisher:
 
     def _give_up(self, problem: Exception) -> None:
         log.warning("rank %d shows no parameters to the predictor any more: %s", self._rank, problem)
+        self._problem = str(problem)
+        if self._passing is not None:
+            self._passing.refuse(KEY, self._problem)  # before its number is that of another file
         if self._showcase is not None:
             self._showcase.close()
         self._showcase = None
@@ -128,6 +158,8 @@ class Publisher:
         """The worker is done. If all went `well`, a predictor that is to stay but has not looked yet is waited for."""
         deadline = time.monotonic() + (LINGER_S if well and self._config.after else 0.0)
         while self._showcase is not None and not self._showcase.seen and time.monotonic() < deadline:
+            if self._forsaken:
+                break  # nobody will look any more
             time.sleep(0.01)
         if self._passing is not None:
             self._passing.close()

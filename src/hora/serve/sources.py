@@ -36,28 +36,27 @@ class FromShowcases:
         self._staging = Staging(roster)
         self._showcases = list(showcases)
         self._held: Stamp | None = None
-        self._refused: Stamp | None = None  # it was not finite
+        self._refused: dict[int, Stamp] = {}  # what was not finite, by its showcase's place
 
     def add(self, showcase: Showcase) -> None:
         """One more worker shows something. Thread-safe."""
         self._showcases.append(showcase)
 
     def refresh(self) -> Stamp | None:
-        found = [(stamp, showcase) for showcase in self._showcases if (stamp := showcase.newest()) is not None]
-        if not found:
-            return self._held
-        stamp, showcase = max(found, key=lambda pair: _order(pair[0]))
-        if not self._is_news(stamp) or stamp == self._refused:
-            return self._held
-        read = showcase.read(self._staging.parameters, self._staging.buffers)
-        if read is None or not self._is_news(read):
-            return self._held
-        if not self._staging.is_finite():
-            self._refused = read
-            return self._held
-        self._staging.load()
-        self._held = read
-        return read
+        cases = list(enumerate(self._showcases))
+        found = [(stamp, number, case) for number, case in cases if (stamp := case.newest()) is not None]
+        for stamp, number, case in sorted(found, key=lambda each: _order(each[0]), reverse=True):
+            if not self._is_news(stamp) or stamp == self._refused.get(number):
+                continue
+            read = case.read(self._staging.parameters, self._staging.buffers)
+            if read is None or not self._is_news(read):
+                continue
+            if self._staging.is_finite():
+                self._staging.load()
+                self._held = read
+                break
+            self._refused[number] = read
+        return self._held
 
     def _is_news(self, stamp: Stamp) -> bool:
         return self._held is None or (_order(stamp) > _order(self._held) and stamp.step >= self._held.step)
@@ -73,7 +72,9 @@ def _order(stamp: Stamp) -> tuple[int, int, int]:
 
 class FromServers:
     """`together`: the servers take steps as one, and all blocks must be of the same. Else each block is whole, and the
-    stamp is the lowest of their versions with the spread.
+    stamp is the lowest of their versions with the spread. As soon as one block was updated, those that never were, as
+    those of a layer that gets no gradients, do not count; should one begin late, the step stays until it has come as
+    far.
 
     Buffers, and parameters that no optimizer has, are those that rank 0 shows, which may be a little older. If all
     blocks of one step cannot be had in time, what rank 0 shows is taken instead, if it is newer.
@@ -100,6 +101,7 @@ class FromServers:
         ]
         self._trained = {index for index in self._served if roster.parameters[index].requires_grad}
         self._held: Stamp | None = None
+        self._bases: list[int] = []  # the steps at which the servers got what the last stamp counts from
         self._seen: list[list[int]] = []  # the servers' words when they were read last
         self._shown: Stamp | None = None  # what was last taken from rank 0
 
@@ -157,16 +159,22 @@ class FromServers:
             time.sleep(0)
 
     def _read_blocks(self) -> Stamp | None:
-        versions = []
-        for memory, blocks in zip(self._memories, self._blocks, strict=True):
+        versions, moved = [], []
+        bases = [memory.moment[1] for memory in self._memories]
+        for memory, blocks, base in zip(self._memories, self._blocks, bases, strict=True):
             for block, source, target in blocks:
                 version = _read_whole(memory, block.number, source, target)
                 if version is None:
                     return None
                 if block.index in self._trained:
                     versions.append(version)
-        lowest = min(versions, default=0)
-        return Stamp(lowest, spread=max(versions, default=0) - lowest)
+                    if version != base:
+                        moved.append(version)
+        lowest = min(moved or versions, default=0)
+        if self._held is not None and bases == self._bases:
+            lowest = max(lowest, self._held.step)
+        self._bases = bases
+        return Stamp(lowest, spread=max(0, max(versions, default=0) - lowest))
 
     def close(self) -> None:
         self._showcase.close()

@@ -180,8 +180,8 @@ class Shelf:
         for block, value in zip(parcel.blocks, values, strict=True):
             words[block.number] += 1
             self.flats[block.number].copy_(value)
+            origins[block.number] = (words[block.number] // 2 + 1 - step) & WORD  # of the version that comes now
             words[block.number] += 1
-            origins[block.number] = (words[block.number] // 2 - step) & WORD
         if parcel.number == max(each.number for each in self.part.parcels if each.table is None):
             self.rest(step)
 

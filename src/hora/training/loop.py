@@ -69,6 +69,8 @@ class Training:
         self.max_steps: int | None = None
         self.stop_reason: Callable[[], str | None] = lambda: None  # as the coordinator told it
         self.show: Callable[[bool], None] = lambda at_once: None  # parameters are whole: whoever publishes them may
+        self._unshown: set[int] | None = None  # a step was counted and not shown; the optimizers that took it so far
+        self._shown_round: int | None = None
         self.signature = b""  # of the first model's forward, once it is known, as serve.protocol writes it
         self.access = access
         self.sync: Sync | None = None
@@ -139,6 +141,9 @@ class Training:
             before, after = Hook(lambda *_: sync.before_forward()), Hook(lambda _m, _i, out: sync.after_forward(out))
             for each in self.models:
                 self._handles += [each.register_forward_pre_hook(before), each.register_forward_hook(after)]
+        if len(self.optimizers) > 1 or sync.rounds is not None:
+            # Behind the one above, which may close a round; so may a step that a scaler leaves out.
+            self._handles += [each.register_forward_pre_hook(Hook(self._before_forward)) for each in self.models]
         for each_optimizer in self.optimizers:
             self._handles.append(each_optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(each_optimizer.register_step_post_hook(self._after_step))
@@ -174,8 +179,6 @@ class Training:
             return
         if self.sync.halted or self._stopping:
             self._tell_why()
-        if self.rank == 0 and (summary := self.sync.summary()):
-            log.warning("%s", summary)
         if self.max_steps is not None and self.step > self.max_steps and self.rank == 0:
             log.warning(
                 "--max-steps %d was passed: loops over job.shard(…) and job.epochs(…) end by themselves, in others ask "
@@ -251,7 +254,24 @@ class Training:
             for loader, portion, _ in self._held.values():  # now, so that a checkpoint after this does not repeat them
                 if loader.ledger is not None:
                     loader.ledger.done(portion)
-            self.show(False)
+            self._unshown = set()
+        if self._unshown is not None:
+            self._unshown.add(id(optimizer))
+            if len(self._unshown) == len(self.optimizers):
+                self._show()
+
+    def _show(self, at_once: bool = False) -> None:
+        """Every optimizer has done its part of the step counted last, as far as it will."""
+        assert self.sync is not None
+        self._unshown = None
+        self._shown_round = self.sync.rounds
+        self.show(at_once)
+
+    def _before_forward(self, *_: Any) -> None:
+        """Which optimizers a step has is not known: one that has not stepped by now is not of it."""
+        assert self.sync is not None
+        if torch.is_grad_enabled() and (self._unshown is not None or self.sync.rounds != self._shown_round):
+            self._show()
 
     def _jump(self) -> None:
         """Steps that the others have taken without this worker are behind it too."""
@@ -328,6 +348,7 @@ class Training:
         if self.sync is not None and self._loops:
             if waiting:
                 self.sync.leave_loop()
+                self._show(True)
             else:
                 self.sync.enter_loop()
 
@@ -380,6 +401,8 @@ class Training:
     def begin(self, loader: Shard, portion: Portion) -> None:
         if self.sync is None or not torch.is_grad_enabled() or (self._loops and not self.training(loader)):
             return  # an evaluation, perhaps inside of a training loop
+        if self._unshown is not None:
+            self._show()
         self._held.pop(id(loader), None)
         followed = self.training(loader) and self._together and not portion.whole and not self._attended()
         self._held[id(loader)] = Held(loader, portion, followed)  # the newest last
@@ -441,7 +464,7 @@ class Training:
             assert self.sync is not None
             self.sync.leave_loop(finished and not self._stopping)
             self._jump()
-            self.show(True)
+            self._show(True)
             if self.rank == 0:
                 self._share_standing()
         if loop is not None and self._together:
@@ -540,16 +563,18 @@ class Training:
             return int(self._leader.state()["epoch"])
         return self.current_epoch or 0
 
-    def depart(self) -> None:
+    def depart(self, for_good: bool = False) -> None:
         """This worker exchanges no gradients until the others have come here too, out of their loops."""
         if self._together:
             self._farewell.meet()
         elif self.sync is not None:
-            self.sync.depart()
+            self.sync.depart(for_good)
 
     def linger(self) -> None:
         """After this worker has left the run."""
         if self.sync is not None:
+            if self.rank == 0 and (summary := self.sync.summary()):
+                log.warning("%s", summary)
             self.sync.linger()
 
     @property

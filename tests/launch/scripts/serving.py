@@ -28,6 +28,8 @@ torch.set_num_threads(1)
 if given.fault == "no-init" and os.environ.get("HORA_ROLE") == "predictor":
     sys.exit(0)
 job = hora.init()
+if given.fault == "no-prepare" and job.role == "predictor":
+    sys.exit(0)
 torch.manual_seed(job.rank or 0)
 width = given.width + (given.fault == "other-model" and job.role == "predictor")
 model = torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.Tanh(), torch.nn.Linear(width, 3))
