@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,3 +30,11 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> object:
     yield
     after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     assert not {name for name in after - before if "hora" in name}
+
+
+@pytest.fixture(autouse=True)
+def _trainings_end() -> Iterator[None]:
+    yield
+    used = sys.modules.get("trainings")
+    if used is not None:
+        used.close_all()

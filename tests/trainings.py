@@ -24,6 +24,7 @@ from hora.training import Training
 FAMILY = ("shared", "ring", "shared:update=sharded", "ring:update=sharded")
 REPLICATED, SHARDED = FAMILY[:2], FAMILY[2:]
 SAMPLES = 60
+_open: list[Training] = []  # those that were made and not closed yet
 _building = threading.Lock()  # the seed is the process's, and ranks are threads
 
 
@@ -44,7 +45,20 @@ def training(group: Group, strategy: str = "shared", history: str = "", **option
             history=history,
             timeout_s=group.transport.circle.timeout_s,
         )
-    return Training(group, group._control, chosen, **options)
+    made = Training(group, group._control, chosen, **options)
+    _open.append(made)
+    return made
+
+
+def close_all() -> None:
+    """Ends what a test has left open: lines to servers, their threads and memory would pile up over the suite."""
+    while _open:
+        one = _open.pop()
+        with contextlib.suppress(Exception):
+            one.close()
+        outpost = getattr(one.sync, "_outpost", None) or getattr(getattr(one.sync, "_mean", None), "_outpost", None)
+        if outpost is not None and outpost._colocated is not None:
+            outpost._colocated._loop.abandon("the test is over")
 
 
 def net(seed: int = 0, width: int = 24) -> torch.nn.Sequential:

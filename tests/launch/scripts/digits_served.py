@@ -48,4 +48,5 @@ for _ in job.epochs(given.epochs):
         optimizer.zero_grad()
         keep(str(job.step))
         time.sleep(0.02)  # so that somebody comes to ask
+    keep(str(job.step))  # leaving the loop may have closed a round
 keep("end")
