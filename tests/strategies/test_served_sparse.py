@@ -457,7 +457,7 @@ def test_a_snapshot_goes_on_with_another_number_of_servers(optimizer: str) -> No
         optimizers = OPTIMIZERS[optimizer](net)
         one.prepare(net, optimizers)
         if found is not None:
-            one.sync.reload(found.parameters, found.buffers)
+            one.sync.reload(found.parameters, found.buffers, {})
             one.sync.load_states(found.states)
         for step in steps:
             loss_of(net, part(one, ids(step))).backward()
