@@ -8,6 +8,7 @@ import torch
 
 from ..lanes import flatten, is_dense
 from ..roster import Roster
+from ..strategies.nonfinite import is_finite
 
 
 class Staging:
@@ -20,7 +21,7 @@ class Staging:
         self.buffers = {
             name: torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu") for name, buffer in roster.buffers.items()
         }
-        self._infinite = {name for name, buffer in roster.buffers.items() if not is_finite(buffer)}
+        self._infinite = {name for name, buffer in roster.buffers.items() if not is_finite(buffer.detach())}
 
     def vector(self, index: int) -> torch.Tensor:
         """A parameter's elements: in the order of its memory if they fill it, else in its own."""
@@ -43,16 +44,6 @@ class Staging:
                 for name, buffer in self._roster.buffers.items():
                     if name in self.buffers:
                         buffer.copy_(self.buffers[name])
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """The sum tells, with one pass and no memory, unless it is merely large."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return True
-    values = tensor.detach()
-    if values.itemsize == 1:
-        values = values.float()  # torch does not ask float8 whether it is finite
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def _like(parameter: torch.Tensor) -> torch.Tensor:

@@ -33,13 +33,9 @@ class Apart(Watching, Sync):
         return self._verdict
 
     def weigh(self, weight: float, expected: float) -> None:
-        pile = self._pile
-        pile.forget_cleared()
-        if weight != pile.weight and pile:
-            if not weight:
-                raise ValueError("job.weight(0) in the middle of an accumulation: leave that backward() out instead")
-            self._multiply(pile.weight / weight, self.roster.parameters)
-        pile.weight, pile.expected = weight, expected
+        factor = self._pile.weigh(weight, expected)
+        if factor != 1.0:
+            self._multiply(factor, self.roster.parameters)
 
     @staticmethod
     def _multiply(factor: float, parameters: Iterable[torch.Tensor]) -> None:

@@ -37,6 +37,11 @@ def poison(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Of a gradient, dense or sparse. The sum tells, with one pass and no memory, unless it is merely large."""
+    """Of a tensor, dense or sparse. The sum tells, with one pass and no memory, unless it is merely large."""
     dense = values._values() if values.layout is torch.sparse_coo else values
-    return bool(torch.isfinite(dense.sum(dtype=torch.float32))) or bool(torch.isfinite(dense).all())
+    if not (dense.is_floating_point() or dense.is_complex()):
+        return True
+    if dense.itemsize == 1:
+        dense = dense.float()  # torch does not ask float8 whether it is finite
+    wide = torch.promote_types(dense.dtype, torch.float32)
+    return bool(torch.isfinite(dense.sum(dtype=wide))) or bool(torch.isfinite(dense).all())

@@ -20,6 +20,18 @@ class Pile:
     def __bool__(self) -> bool:
         return bool(self.total_expected)
 
+    def weigh(self, weight: float, expected: float) -> float:
+        """The next backwards count so much. What the gradients of the pile are to be multiplied by, to be kept in units
+        of that."""
+        self.forget_cleared()
+        factor = 1.0
+        if weight != self.weight and self:
+            if not weight:
+                raise ValueError("job.weight(0) in the middle of an accumulation: leave that backward() out instead")
+            factor = self.weight / weight
+        self.weight, self.expected = weight, expected
+        return factor
+
     def add(self) -> None:
         """A backward has come on top."""
         self.total += self.weight

@@ -102,13 +102,9 @@ class Replicated(Watching, Sync):
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def weigh(self, weight: float, expected: float) -> None:
-        pile = self._pile
-        pile.forget_cleared()
-        if weight != pile.weight and pile:
-            if not weight:
-                raise ValueError("job.weight(0) in the middle of an accumulation: leave that backward() out instead")
-            self._multiply(self._trained(), pile.weight / weight)
-        pile.weight, pile.expected = weight, expected
+        factor = self._pile.weigh(weight, expected)
+        if factor != 1.0:
+            self._multiply(self._trained(), factor)
 
     def before_forward(self) -> None:
         if self.group is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
