@@ -356,6 +356,7 @@ class Launch:
             return  # it has ended by itself
         if over and self._running("predictor"):
             self._screen.say("the predictor closes; training had ended")
+            self._dismissed.update(running)  # a server may be on its way out still: nobody needs it any more
             self._ask_to_stop(running, number, now)
             return  # what was asked for is what it stayed for, so this is a good end
         self._asked = number

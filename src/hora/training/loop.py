@@ -462,7 +462,10 @@ class Training:
         self._broke = False
         if loop is not None and not self._loops:
             assert self.sync is not None
-            self.sync.leave_loop(finished and not self._stopping)
+            try:
+                self.sync.leave_loop(finished and not self._stopping)
+            except Halt as halt:  # another left before what was under way had arrived
+                self._halt(halt)
             self._jump()
             self._show(True)
             if self.rank == 0:
