@@ -27,28 +27,8 @@ def test_many_calls_are_few_lines_and_the_last_values_are_shown(
     for step in range(1, 31):
         now[0] += 0.1
         stand.step, stand.num_samples = step, 4 * step
-        shown.log({"loss": torch.tensor(1.0 / step), "rate": 0.5}, stand, show=True)  # type: ignore[arg-type]
+        shown.log({"loss": torch.tensor(1.0 / step), "rate": 0.5}, stand)  # type: ignore[arg-type]
     shown.close(stand)  # type: ignore[arg-type]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) in (3, 4) and lines[-1].startswith("step 30  epoch 0  loss 0.03333  rate 0.5")
     assert "40 samples/s" in lines[0]
-
-
-def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    shown, stand = Progress(), Stand()
-    shown.log({"loss": 1.0}, stand, show=False)  # type: ignore[arg-type]
-    shown.close(stand)  # type: ignore[arg-type]
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (torch.ones(2), "loss has 2 elements; give one, its mean"),
-        ("low", "loss is a str; give a number"),
-        (None, "None"),
-    ],
-)
-def test_what_is_no_number_is_refused(value: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        Progress().log({"loss": value}, Stand(), show=True)  # type: ignore[arg-type]

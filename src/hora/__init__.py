@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .job import Job, init
     from .server.embedding import ServerEmbedding
     from .strategies import PS, Auto, DiLoCo, Engine, Halving, LocalSGD, Ring, Shared, Star, Tree
+    from .watch.values import Histogram
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ _HOMES = {
         "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
         "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send",
     ),
+    "watch.values": ("Histogram",),
     "errors": ("HoraError", "Mismatch", "PeerLost", "Timeout", "Unauthorized"),
     "strategies": ("PS", "Auto", "DiLoCo", "Engine", "Halving", "LocalSGD", "Ring", "Shared", "Star", "Tree"),
 }  # fmt: skip
@@ -56,6 +58,7 @@ __all__ = [
     "Engine",
     "Group",
     "Halving",
+    "Histogram",
     "HoraError",
     "Job",
     "LocalSGD",

@@ -35,6 +35,7 @@ from .server.access import Access
 from .strategies import PS, Auto, Engine, LocalSGD, Strategy
 from .strategies.sync import Traffic
 from .training import Training, several
+from .watch.values import Histogram, checked
 from .world import World
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ class Job:
             idle=self.training.idle,
             timeout_s=world.timeout_s,
         )
-        self._progress = Progress()
+        self._progress = Progress() if identity.progress == "plain" and self.rank == 0 else None
+        self._watched = identity.watched and identity.role == "worker"
+        self._logged = False
         self.pid = os.getpid()
         self.launcher = identity.launcher
         self._meeting = meeting
@@ -159,6 +162,10 @@ class Job:
         if self.role == "predictor":
             self._answer(model, optimizer, predict)
         self.training.prepare(model, optimizer, scheduler, scaler)
+        if self._watched:
+            from .watch.recorder import Recorder
+
+            self.training.recorder = Recorder(self.training, self._meeting.control.report)
         self._publish()
 
     def _publish(self) -> None:
@@ -264,11 +271,23 @@ class Job:
     def epochs(self, count: int) -> Iterator[int]:
         """0 to count − 1; after `restore` from where the run stood; ends early when the workers have agreed to stop."""
         yield from self.training.epochs(count)
-        self._progress.close(self.training)
+        if self._progress is not None:
+            self._progress.close(self.training)
 
-    def log(self, **values: float | torch.Tensor) -> None:
-        """What to show of this step: numbers, or tensors of one element, which are read only when they are shown."""
-        self._progress.log(values, self.training, show=self.rank == 0)
+    def log(self, **values: float | torch.Tensor | Histogram) -> None:
+        """What to show of this step: numbers, tensors of one element, or `hora.Histogram(tensor)`; rank 0's are shown.
+
+        No device is waited for: a tensor on one is read later, by another thread."""
+        scalars, histograms = checked(values)
+        self._logged = True
+        if self._progress is not None:
+            self._progress.log(scalars, self.training)
+        if self.training.recorder is not None and (self.rank == 0 or self.strategy.elastic):  # rank 0 may be lost
+            self.training.recorder.log(scalars, histograms)
+
+    def _note(self, kind: str, text: str) -> None:
+        if self.training.recorder is not None:
+            self.training.recorder.notice(kind, text)
 
     def stop(self, reason: str) -> None:
         """Asks all workers to leave their loops. They do so after the same step; rank 0 says why."""
@@ -295,6 +314,8 @@ class Job:
         """
         saved = self._save(os.fspath(directory), keep)
         self.training.show(True)  # it has closed the round
+        if saved and (self.rank == 0 or self._apart or self._joined):
+            self._note("checkpoint", saved)
         return saved
 
     def _save(self, path: str, keep: int) -> str:
@@ -326,6 +347,8 @@ class Job:
             return None
         step = saving.restore(self.training, self.group, os.fspath(directory))
         self.training.show(True)
+        if step is not None and self.rank == 0:
+            self._note("restore", f"from step {step} in {os.fspath(directory)}")
         return step
 
     def close(self) -> None:
@@ -337,12 +360,16 @@ class Job:
         if _current is self:
             _current = None
         if not self._failed and self.role == "worker":
-            self._progress.close(self.training)
-            self.training.conclude(self._progress.used)
+            if self._progress is not None:
+                self._progress.close(self.training)
+            self.training.conclude(self._logged)
         self._desk.close(**({"linger_s": 0.0} if self._failed else {}))
         if not self._failed:
             self.training.depart(for_good=True)
             self.training.show(True)
+        if self.training.recorder is not None:
+            self.training.recorder.close()
+        if not self._failed:
             with contextlib.suppress(HoraError):
                 self._meeting.control.leave()
             self.training.linger()
@@ -422,6 +449,7 @@ def init(
     job = _current = Job(identity, meeting, world, chosen, on_nonfinite, access)
     if identity.joined:
         job.training.begin_at(meeting.control.newest_epoch() or 0)
+    _label_records(identity)
     if identity.launcher != "alone":
         environment.take_rank()
         _keep_scratch(identity.scratch)
@@ -434,6 +462,20 @@ def init(
         atexit.register(_complain_of_nothing, job)  # after `close`
     atexit.register(job.close)
     return job
+
+
+def _label_records(identity: Identity) -> None:
+    """From now on every record of `logging` says whose it is: %(hora_role)s and %(hora_rank)s in a format."""
+    before = logging.getLogRecordFactory()
+    before = getattr(before, "unlabelled", before)  # of an earlier job of this process
+
+    def labelled(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = before(*args, **kwargs)
+        record.hora_role, record.hora_rank = identity.role, identity.rank
+        return record
+
+    labelled.unlabelled = before  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(labelled)
 
 
 def _own_world(member: Member, timeout_s: float) -> World:

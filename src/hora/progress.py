@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
-
-import torch
 
 from .training import Training
+from .watch.values import Scalar
 
 EVERY_S = 1.0
 
@@ -21,32 +19,18 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
+        self._values: dict[str, Scalar] = {}
         self._shown_at = time.monotonic()
         self._shown_step = -1
         self._shown_samples = 0
-        self._show = False
 
-    def log(self, values: Mapping[str, Any], training: Training, show: bool) -> None:
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                if value.numel() != 1:
-                    raise ValueError(f"job.log: {name} has {value.numel()} elements; give one, its mean() perhaps")
-                self._values[name] = value.detach()
-            elif isinstance(value, bool | int | float):
-                self._values[name] = value
-            else:
-                raise ValueError(f"job.log: {name} is a {type(value).__name__}; give a number or a tensor with one")
-        self._show = show
-        if show and time.monotonic() - self._shown_at >= EVERY_S:
+    def log(self, values: Mapping[str, Scalar], training: Training) -> None:
+        self._values.update(values)
+        if time.monotonic() - self._shown_at >= EVERY_S:
             self._print(training)
 
-    @property
-    def used(self) -> bool:
-        return bool(self._values)
-
     def close(self, training: Training) -> None:
-        if self._show and self._values and training.step != self._shown_step:
+        if self._values and training.step != self._shown_step:
             self._print(training)
 
     def _print(self, training: Training) -> None:

@@ -21,6 +21,7 @@ def bench(ctx: click.Context) -> None:
       hora bench local -n 4 --rates 100mbit
       hora bench quality -n 2 --plot quality.png
       hora bench serve
+      hora bench observe
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -308,3 +309,29 @@ def serve(size: int, strategy: str, seconds: float, repeats: int, only: str | No
         return serving.main(kinds, size, parse(strategy).spell(), seconds, repeats, json_path)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+
+
+@bench.command()
+@click.option("-n", "size", type=Whole(), default=2, help="How many workers, e.g. -n 4. Without it: 2.")
+@click.option(
+    "--model",
+    type=click.Choice(["mlp", "gpt", "both"]),
+    default="both",
+    help="What is trained, e.g. --model mlp. Without it: both.",
+)
+@click.option("--rounds", type=Whole(), help="Rounds of both in turn, e.g. --rounds 60. Without it: 30, gpt 16.")
+@click.option(
+    "--records", type=Whole(), help="How many records the watcher gets, e.g. --records 100000. Without it: 1000000."
+)
+@click.option(
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+)
+def observe(size: int, model: str, rounds: int | None, records: int | None, json_path: str | None) -> int:
+    """What being seen costs: samples/s with the panel, the page, the trace and the rest, and without any of it.
+
+    \b
+      hora bench observe --model mlp --json out.jsonl
+    """
+    from hora.bench.observe import main as measure
+
+    return measure(size, ["mlp", "gpt"] if model == "both" else [model], rounds, records, json_path)

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
+import pty
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Sequence
 from typing import IO, Any
@@ -35,13 +40,17 @@ Answer = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """`how` is plain, kept, ddp or hora; `strategy` and `servers` are the texts for `hora run`."""
+    """`how` is plain, kept, ddp, hora or logged; `strategy`, `servers` and further `flags` are for `hora run`, in which
+    {folder} stands for the contestant's own. `terminal`: its stderr is one, and what it writes is read from there."""
 
     name: str
     ranks: int
     how: str = "plain"
     strategy: str | None = None
     servers: str | None = None
+    flags: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    terminal: bool = False
 
 
 class Running:
@@ -53,14 +62,15 @@ class Running:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.batch_size = 0
         self.failure = ""
-        self._folder = folder
+        self.folder = folder
         folder.mkdir()
         rank_of = ["-m", "hora.bench.train_rank", path, contestant.name, contestant.how, model]
-        env = dict(os.environ, OMP_NUM_THREADS="1")
-        if contestant.how == "hora":
+        env = dict(os.environ, OMP_NUM_THREADS="1", **dict(contestant.env))
+        if contestant.how in ("hora", "logged"):
             strategy = ["--strategy", contestant.strategy] if contestant.strategy else []
             strategy += ["--servers", contestant.servers] if contestant.servers else []
-            run = ["-m", "hora.launch.cli", "run", "-n", str(contestant.ranks), *strategy]
+            flags = [flag.replace("{folder}", str(folder)) for flag in contestant.flags]
+            run = ["-m", "hora.launch.cli", "run", "-n", str(contestant.ranks), *strategy, *flags]
             self._start([*run, "--run-dir", str(folder / "run"), *rank_of], env)
             return
         # They meet in a file: a port that was free may be taken, with so many starting, before DDP listens on it.
@@ -69,17 +79,20 @@ class Running:
             self._start(rank_of, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
 
     def _start(self, arguments: list[str], env: dict[str, str]) -> None:
-        with open(self._folder / f"{len(self.processes)}.err", "wb") as err:
+        with open(self.folder / f"{len(self.processes)}.err", "wb") as err:
+            screen = _terminal(err.fileno()) if self.contestant.terminal else None
             self.processes.append(
                 subprocess.Popen(
                     [sys.executable, *arguments],
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=err,
+                    stderr=err if screen is None else screen,
                     start_new_session=True,
                 )
             )
+        if screen is not None:
+            os.close(screen)
 
     @property
     def ready(self) -> bool:
@@ -123,7 +136,7 @@ class Running:
         end([self])
         said: list[str] = []
         for index, code in enumerate(codes):
-            lines = (self._folder / f"{index}.err").read_text(errors="replace").splitlines()
+            lines = (self.folder / f"{index}.err").read_text(errors="replace").splitlines()
             whose = "" if len(codes) == 1 else f"rank {index}, "
             said.append(f"  {whose}{_how_it_ended(code)}{', stderr:' if lines else ', nothing on stderr'}")
             said += [f"    {line}" for line in lines[-TAIL_LINES:]]
@@ -234,6 +247,23 @@ def end(those: Sequence[Running], leave_s: float = 0.0) -> None:
         for one in those:
             one.signal(signal.SIGKILL)
         raise
+
+
+def _terminal(copy_fd: int) -> int:
+    """A terminal's descriptor to write to; a thread reads what it shows into the file behind `copy_fd`."""
+    reading, writing = pty.openpty()
+    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    kept = os.dup(copy_fd)
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other end was closed
+            while data := os.read(reading, 1 << 16):
+                os.write(kept, data)
+        os.close(reading)
+        os.close(kept)
+
+    threading.Thread(target=read, name="hora-bench-terminal", daemon=True).start()
+    return writing
 
 
 def _how_it_ended(code: int | None) -> str:

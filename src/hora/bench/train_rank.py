@@ -1,8 +1,9 @@
 """One rank of one contestant of `hora bench train`: python -m hora.bench.train_rank SOCKET NAME HOW MODEL.
 
-HOW is plain, kept, ddp or hora. It builds the model, connects to the conductor's socket and says so, then blocks until
-a line {"steps": K} comes: it takes one step untimed and K timed ones and answers with their times. The end of the
-connection is the end of the rank. Only HOW hora loads Hora's training parts.
+HOW is plain, kept, ddp, hora, or logged, which is hora with a job.log in every step. It builds the model, connects to
+the conductor's socket and says so, then blocks until a line {"steps": K} comes: it takes one step untimed and K timed
+ones and answers with their times. The end of the connection is the end of the rank. Only the last two load Hora's
+training parts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def train(how: str, model_name: str) -> tuple[int, Step, Any, Step]:
         from hora.memory import keep
 
         keep()
-    if how == "hora":
+    if how in ("hora", "logged"):
         import hora
 
         job = hora.init()
@@ -56,6 +57,9 @@ def train(how: str, model_name: str) -> tuple[int, Step, Any, Step]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if how == "logged":
+            assert job is not None
+            job.log(loss=loss)
 
     return rank, step, traffic, end
 

@@ -23,7 +23,8 @@ class Pending:
         self._finished = threading.Event()
         self._seen = False
         self.inference = False
-        self.seconds = 0.0  # how long the work took, once it is done
+        self.seconds = 0.0  # how long the work took, once it is done,
+        self.ended = 0.0  # and when that was, as time.perf_counter counts
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -49,7 +50,8 @@ class Pending:
             self._result = work()
         except BaseException as error:
             self._error = error
-        self.seconds = time.perf_counter() - begin
+        self.ended = time.perf_counter()
+        self.seconds = self.ended - begin
         self._finished.set()
 
 

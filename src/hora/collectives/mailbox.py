@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..transport import Registered
 from ..transport.base import COLLECTIVES
 from .reduction import HALVES
 
@@ -50,7 +52,8 @@ class Form:
 class _Box:
     """The place of one form in everybody's part."""
 
-    def __init__(self, form: Form, parts: Sequence[torch.Tensor], rank: int) -> None:
+    def __init__(self, number: int, form: Form, parts: Sequence[torch.Tensor], rank: int) -> None:
+        self.number = number
         self.halves = form.dtype in HALVES
         self.parts = [[part.view(form.dtype)[at : at + length] for part in parts] for _, at, length in form.lanes]
         self.mine = [lane for lane, (owner, _, _) in enumerate(form.lanes) if owner == rank]
@@ -64,21 +67,25 @@ class Mailbox:
     """The places of all `forms`. Making one is a collective call; OutOfMemory, on every rank, if memory is short.
 
     `keep`: every rank wants the whole result; otherwise each owner its own lanes. Between the `finish` of one round
-    and the first `post` of the next all ranks must have met: only then may a place be written again.
+    and the first `post` of the next all ranks must have met: only then may a place be written again. Who wants to know
+    when is told: `done(form)` when a vector's result is there, `waited(begin, end)` after each wait for peers, in
+    seconds as time.perf_counter counts them.
     """
 
     def __init__(self, group: Group, forms: Sequence[Form], keep: bool) -> None:
         self.group = group
         self.keep = keep
+        self.done: Callable[[int], None] | None = None
+        self.waited: Callable[[float, float], None] | None = None
         memory = group.buffer("mailbox", max(ALIGN_BYTES, sum(form.num_bytes for form in forms)), torch.uint8)
         self._posted = group.buffer("posted", 1, torch.uint8)
         self._reduced = group.buffer("reduced", 1, torch.uint8)
         self._boxes = []
         at = 0
         with torch.inference_mode(False):
-            for form in forms:
+            for number, form in enumerate(forms):
                 places = [part[at : at + form.num_bytes] for part in memory.peers]
-                self._boxes.append(_Box(form, places, group.rank))
+                self._boxes.append(_Box(number, form, places, group.rank))
                 at += form.num_bytes
         self._num_posted = self._num_reduced = self._num_collected = 0
         self._to_reduce: collections.deque[_Box] = collections.deque()
@@ -110,12 +117,20 @@ class Mailbox:
     def finish(self) -> None:
         """Returns when everything that was posted is done."""
         while self._to_reduce:
-            self._posted.await_all(4 * (self._num_reduced + 1))
+            self._await(self._posted, 4 * (self._num_reduced + 1))
             self._reduce()
             self.advance()
         while self._to_collect:
-            self._reduced.await_all(4 * (self._num_collected + 1))
+            self._await(self._reduced, 4 * (self._num_collected + 1))
             self._collect()
+
+    def _await(self, flags: Registered, value: int) -> None:
+        if self.waited is None or flags.reached(value):
+            flags.await_all(value)
+            return
+        begin = time.perf_counter()
+        flags.await_all(value)
+        self.waited(begin, time.perf_counter())
 
     def _reduce(self) -> None:
         group, me = self.group, self.group.rank
@@ -147,14 +162,19 @@ class Mailbox:
             self._to_collect.append(box)
         else:
             self._num_collected += 1
-            box.views = ()
+            self._let_go(box)
 
     def _collect(self) -> None:
         box = self._to_collect.popleft()
         for lane, owner in box.others:
             box.views[lane].copy_(box.parts[lane][owner])
         self._num_collected += 1
+        self._let_go(box)
+
+    def _let_go(self, box: _Box) -> None:
         box.views = ()
+        if self.done is not None:
+            self.done(box.number)
 
     def suspects(self) -> list[tuple[int, int]]:
         """My lanes whose sums are not finite, as (form, lane). Asked after `finish`."""

@@ -28,6 +28,7 @@ from .messages import (
     Put,
     Release,
     Reply,
+    Report,
     Reserve,
     Roll,
     ShowData,
@@ -135,6 +136,10 @@ class Control(abc.ABC):
     def tell(self, topic: str, body: bytes, to: tuple[int, ...] = ()) -> None:
         """A word to the ranks in `to` (all others if empty)."""
         self._send(Tell(topic=topic, body=body, to=to))
+
+    def report(self, body: bytes) -> None:
+        """For whoever watches the run; nobody waits for it to arrive."""
+        self._send(Report(body=body))
 
     def stop(self, reason: str) -> None:
         """Asks everybody to stop; each member hears it as an event, this one too."""

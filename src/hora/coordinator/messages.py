@@ -9,6 +9,7 @@ import msgspec
 PROTOCOL = 1
 MAX_FRAME_BYTES = 1 << 20
 MAX_VALUE_BYTES = 64 << 10
+MAX_REPORT_BYTES = 256 << 10
 MAX_NAME_CHARS = 1024  # of a key, a lease, a topic, a host: what is passed on must fit into a frame
 LENGTH = struct.Struct("<I")
 
@@ -103,6 +104,12 @@ class Stop(Request, tag="stop"):
     reason: str
 
 
+class Report(Request, tag="report"):
+    """What a member tells of itself to whoever watches the run (watch/report.py). The coordinator does not read it."""
+
+    body: bytes
+
+
 class TakeBlock(Request, tag="take"):
     """The next block of samples of a loader's epoch (book.py), and those finished since. Answered with a Grant.
 
@@ -176,7 +183,7 @@ class Event(msgspec.Struct, tag_field="do", tag="event", kw_only=True):
 
 
 AboutData = TakeBlock | BeginBlock | DoneBlocks | ShowData
-AnyRequest = Join | Roll | Reserve | Leave | Fail | Put | Get | Lease | Release | Tell | Stop | AboutData
+AnyRequest = Join | Roll | Reserve | Leave | Fail | Put | Get | Lease | Release | Tell | Stop | Report | AboutData
 AnyAnswer = Reply | Event
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Protocol
 
 from .book import Book
 from .messages import (
     MAX_NAME_CHARS,
+    MAX_REPORT_BYTES,
     MAX_VALUE_BYTES,
     PROTOCOL,
     AboutData,
@@ -29,6 +31,7 @@ from .messages import (
     Put,
     Release,
     Reply,
+    Report,
     Reserve,
     Roll,
     ShowData,
@@ -41,6 +44,7 @@ MAX_JOINERS = 1024  # that one Reserve may ask for
 DISCONNECT_GRACE_S = 0.3  # the launcher knows a dead child's signal; it gets this long to say it first
 
 COUNTED = ("worker", "server")  # the roles whose members a run waits for; nobody hears of the others, who hear of all
+WITNESSED = ("joined", "left", "died", "stop")
 VISITOR = "visitor"  # the role of one who only looks
 
 Out = list[tuple[int, AnyAnswer]]
@@ -63,6 +67,16 @@ class _Loan:
     until: float
 
 
+class Witness(Protocol):
+    """Who watches the run. It is told and asked nothing, and must not block."""
+
+    def hear(self, member: Member, body: bytes) -> None:
+        """A member reports."""
+
+    def see(self, event: Event) -> None:
+        """A member joined, left or died, or asked everybody to stop."""
+
+
 class Coordinator:
     """The master of one run of `size` workers and `servers` servers, which forms once all of these have joined.
 
@@ -75,6 +89,7 @@ class Coordinator:
         self.generation = 0
         self.stop_reason: str | None = None
         self.book = Book()
+        self.witness: Witness | None = None
         self._seats: dict[Key, _Seat] = {}
         self._by_connection: dict[int, Key] = {}
         self._visitors: set[int] = set()
@@ -116,6 +131,10 @@ class Coordinator:
             return self._data(connection, key, request)
         if key is None:
             return self._guide(connection, request)
+        if isinstance(request, Report):
+            if self.witness is not None and len(request.body) <= MAX_REPORT_BYTES:
+                self.witness.hear(self._seats[key].member, request.body)
+            return self._answer(connection, request)
         if isinstance(request, Roll):
             return self._roll(connection, request)
         if isinstance(request, Reserve):
@@ -363,7 +382,10 @@ class Coordinator:
 
     def _event(self, kind: str, key: Key | None = None, text: str = "", topic: str = "", body: bytes = b"") -> Event:
         member = self._seats[key].member if key else None
-        return Event(kind=kind, generation=self.generation, member=member, text=text, topic=topic, body=body)
+        event = Event(kind=kind, generation=self.generation, member=member, text=text, topic=topic, body=body)
+        if self.witness is not None and kind in WITNESSED:
+            self.witness.see(event)
+        return event
 
     def _to_all(self, event: Event, but: int | None = None) -> Out:
         return [

@@ -13,7 +13,7 @@ import click
 from hora.bench.cli import bench
 
 from . import codes
-from .options import Servers, Sizes, Whole
+from .options import Dashboard, Servers, Sizes, Whole
 
 if TYPE_CHECKING:
     from hora.serve.config import ServeConfig
@@ -161,6 +161,34 @@ def hora(ctx: click.Context) -> None:
     "Without it: ~/.local/state/hora/runs/NAME.",
 )
 @click.option(
+    "--progress",
+    type=click.Choice(["auto", "plain", "off"]),
+    default="auto",
+    help="What the terminal shows of the training: plain lines of what job.log was given, or off, e.g. --progress "
+    "plain. Without it: auto, a live panel on a terminal and plain lines elsewhere.",
+)
+@click.option(
+    "--dashboard",
+    type=Dashboard(),
+    metavar="PORT|off",
+    envvar="HORA_DASHBOARD",
+    help="Where the run's page is found by a browser on this machine, e.g. --dashboard 9000, --dashboard off. If the "
+    "port is taken, the next free one. Without it: 8320 or the next; the environment variable HORA_DASHBOARD does "
+    "the same.",
+)
+@click.option(
+    "--trace",
+    metavar="FILE",
+    help="A timeline of all ranks for ui.perfetto.dev: forward, backward, each bucket's journey, waiting, the servers' "
+    "updates, e.g. --trace run.json, --trace run.json.gz; hora trace FILE --summary tells it in words.",
+)
+@click.option(
+    "--tensorboard",
+    metavar="DIR",
+    help="Also write what job.log is given as TensorBoard's event files, e.g. --tensorboard tb. Needs the tensorboard "
+    "package.",
+)
+@click.option(
     "--color",
     type=click.Choice(["auto", "always", "never"]),
     default="auto",
@@ -187,6 +215,10 @@ def run(
     bind: str,
     name: str | None,
     run_dir: str | None,
+    progress: str,
+    dashboard: int | str | None,
+    trace: str | None,
+    tensorboard: str | None,
     color: str,
     module: bool,
     command: tuple[str, ...],
@@ -221,6 +253,10 @@ def run(
             run_dir=run_dir,
             log_dir=log_dir,
             color=color,
+            progress=progress,
+            dashboard=dashboard,
+            trace=trace,
+            tensorboard=tensorboard,
         )
         return local.run(config) if join is None else joining.join(config)
     except ValueError as error:

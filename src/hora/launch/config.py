@@ -44,6 +44,10 @@ class RunConfig:
     color: str = "auto"
     join: str | None = None
     serve: ServeConfig | None = None
+    progress: str = "auto"
+    dashboard: int | str | None = None  # a port, off, or None: one that is free
+    trace: str | None = None
+    tensorboard: str | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -64,6 +68,7 @@ class RunConfig:
             )
         if self.color not in ("auto", "always", "never"):
             raise ValueError(f"--color {self.color!r} is unknown; there are: auto, always, never")
+        self._check_watching()
         if self.module:
             _check_module(self.command[0])
         else:
@@ -78,6 +83,8 @@ class RunConfig:
             "--max-steps": self.max_steps,
             "--bind": None if self.bind == LOOPBACK else self.bind,
             "--serve": self.serve,
+            "--trace": self.trace,
+            "--tensorboard": self.tensorboard,
         }
         for flag, value in given.items():
             if value is not None:
@@ -100,6 +107,18 @@ class RunConfig:
                 f"-n {self.size} and --servers {self.servers} are {self.size + self.servers} processes; a run has "
                 f"{MAX_RANKS} at most"
             )
+
+    def _check_watching(self) -> None:
+        if self.progress not in ("auto", "panel", "plain", "off"):
+            raise ValueError(f"--progress {self.progress!r} is unknown; there are: auto, plain, off")
+        for flag, path in (("--trace", self.trace), ("--tensorboard", self.tensorboard)):
+            folder = os.path.dirname(os.path.abspath(path)) if path else ""
+            if path and not os.path.isdir(folder):
+                raise ValueError(f"{flag} {path}: there is no folder {folder}; make it first")
+            if path and not os.access(folder, os.W_OK | os.X_OK):
+                raise ValueError(f"{flag} {path}: the folder {folder} cannot be written; choose another")
+        if self.trace and os.path.isdir(self.trace):
+            raise ValueError(f"--trace {self.trace} is a folder; name a file in it, e.g. --trace {self.trace}/run.json")
 
     def _check_serve(self) -> None:
         if self.serve is None or self.serve.source != "newest" or self.strategy is None:

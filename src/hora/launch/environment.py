@@ -47,6 +47,8 @@ class Identity:
     token_file: str = ""
     scratch: str = ""
     history: str = ""  # a folder for what servers did, for those who check them
+    watched: bool = False  # somebody wants reports
+    progress: str = "plain"  # what rank 0 prints of it: plain lines; else nothing
     serve: ServeConfig | None = None  # the run has a predictor; or, alone, this process is one, of a checkpoint
 
     @property
@@ -182,6 +184,8 @@ def _with_settings(identity: Identity, env: Mapping[str, str]) -> Identity:
         bind=env.get("HORA_BIND", identity.bind),
         token_file=env.get("HORA_TOKEN_FILE", ""),
         history=env.get("HORA_HISTORY", ""),
+        watched=env.get("HORA_WATCH") == "1" and identity.launcher == "hora",
+        progress=env.get("HORA_PROGRESS", "plain"),
         serve=ServeConfig.parse(env["HORA_SERVE"]) if env.get("HORA_SERVE") else None,
     )
 

@@ -25,6 +25,9 @@ NAMES = (
     "HORA_MAX_STEPS",
     "HORA_BIND",
     "HORA_SERVE",
+    "HORA_WATCH",
+    "HORA_PROGRESS",
+    "HORA_TRACE",
     "HORA_PID",
     "HORA_SCRATCH",
 )
@@ -104,6 +107,11 @@ def environment(
         env["HORA_MAX_STEPS"] = str(config.max_steps)
     if config.serve is not None:
         env["HORA_SERVE"] = config.serve.spell()
+    if os.environ.get("HORA_WATCH") != "off":  # for those who measure what watching costs
+        env["HORA_WATCH"] = "1"
+    env["HORA_PROGRESS"] = config.progress
+    if config.trace is not None:
+        env["HORA_TRACE"] = os.path.join(scratch, "trace")
     return env
 
 

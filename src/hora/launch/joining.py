@@ -24,6 +24,7 @@ from .identity import Crew
 from .local import conduct, facts
 from .output import Screen, make_log_dir, open_standard_descriptors
 from .runfile import Found, RunFile
+from .showing import Show
 from .supervision import Stage
 from .wake import Wake
 
@@ -122,6 +123,7 @@ def join(config: RunConfig) -> int:
             record=record,
             screen=screen,
             wake=wake,
+            show=Show(),
         )
         return conduct(stage, undo)
 

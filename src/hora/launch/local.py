@@ -18,6 +18,7 @@ from .guardian import Guardian
 from .identity import Crew
 from .output import Screen, make_log_dir, open_standard_descriptors
 from .runfile import RunFile
+from .showing import Show
 from .supervision import Launch, Stage, spelled
 from .wake import Wake
 
@@ -37,6 +38,8 @@ def run(config: RunConfig) -> int:
         config.serve.check_port()
     crew = Crew(size=config.size, servers=config.servers, workers=config.size, serves=config.serve is not None)
     screen = Screen(size=config.size, color=config.color)
+    if config.progress == "auto":
+        config = dataclasses.replace(config, progress="panel" if screen.can_panel else "plain")
     with Wake() as wake, contextlib.ExitStack() as undo:
         desk = _serve(config, crew, run_id, token)
         undo.callback(desk.close)
@@ -45,7 +48,11 @@ def run(config: RunConfig) -> int:
         undo.callback(record.close)
         if why:
             screen.say(why)
-        record.begin(facts(config, run_id))
+        about = facts(config, run_id)
+        show = Show.of_run(config, record, screen, wake, about)
+        undo.callback(show.close)
+        show.watch(desk)
+        record.begin(about)
         record.open_control(run=run_id, address=desk.address, token=token)
         stage = Stage(
             config=config,
@@ -56,6 +63,7 @@ def run(config: RunConfig) -> int:
             record=record,
             screen=screen,
             wake=wake,
+            show=show,
         )
         return conduct(stage, undo)
 
@@ -81,8 +89,11 @@ def conduct(stage: Stage, undo: contextlib.ExitStack) -> int:
         "auto": {key: value.decode(errors="replace") for key, value in stage.desk.values("auto/").items()},
         "data": stage.desk.views(),
     }
+    end["summary"] = stage.show.end(end, scratch)
     stage.record.end(end)
     undo.close()
+    for sentence in stage.show.last_words(facts(stage.config, stage.run_id)):
+        stage.screen.say(sentence)
     if outcome.text:
         stage.screen.say(outcome.text)
     launch.flush()
@@ -112,7 +123,7 @@ def _serve(config: RunConfig, crew: Crew, run_id: str, token: bytes) -> Service:
 def facts(config: RunConfig, run_id: str) -> dict[str, object]:
     """What run.json says of a run: the resolved configuration, and where it runs."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    found = {name: value for name, value in fields.items() if name not in ("name", "join")}
+    found = {name: value for name, value in fields.items() if name not in ("name", "join", "progress")}
     found["strategy"] = config.strategy.spell() if config.strategy else None
     found["serve"] = dataclasses.asdict(config.serve) if config.serve else None
     return {"run": run_id, **found, "cwd": os.getcwd(), "host": socket.gethostname(), "pid": os.getpid()}

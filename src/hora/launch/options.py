@@ -35,6 +35,22 @@ class Servers(click.ParamType):
             return str(value)
 
 
+class Dashboard(click.ParamType):
+    """A port, or `off`."""
+
+    name = "PORT"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        text = str(value)
+        if text == "off":
+            return text
+        if not text.isdecimal() or int(text) > 65535:
+            self.fail(
+                f"--dashboard takes a port from 0 to 65535, or off, not {text!r}; e.g. --dashboard 8320", param, ctx
+            )
+        return int(text)
+
+
 class Sizes(click.ParamType):
     """Sizes in bytes as 4K,64K,1M: K, M and G count in steps of 1024."""
 

@@ -5,6 +5,7 @@
 
 Nothing here blocks: a reader of ours that has stopped reading (a pager, Ctrl-S) must not keep the launcher from
 noticing a dead rank. A Sink queues; when its queue is `FULL_BYTES` long the launcher stops reading the ranks' pipes.
+On a terminal a panel may stand below all that. All of this is the launcher's main thread's alone.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from .footer import Footer, fitting, num_cells
 from .tracebacks import Fold, Verdict
 
 FULL_BYTES = 1 << 20
@@ -30,6 +32,15 @@ TRACEBACK_S = 1.0
 REDRAW_S = 5.0
 """A progress bar that never ends its line is shown this often."""
 
+PANEL_S = 1 / 30
+"""The panel is drawn this often at most: lines that come one by one do not make it flicker."""
+
+HIDDEN_S = 0.5
+"""While the panel cannot be drawn, since the launcher is in the background, it is tried again this often."""
+
+LEAST_WIDTH, LEAST_HEIGHT = 40, 10
+"""A terminal smaller than this gets no panel."""
+
 TAIL_LINES = 200
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
@@ -38,7 +49,7 @@ class Sink:
     """One of our own descriptors. `put` queues and never blocks; `write_some` is called when poll says it may write.
 
     `gone` turns true when the reader has left (EPIPE). Any other error of the descriptor, a closed terminal or a full
-    disk, only silences it: training is worth more than its output.
+    disk, only makes it `silent`: training is worth more than its output.
     """
 
     def __init__(self, fd: int, *, color: bool) -> None:
@@ -46,7 +57,8 @@ class Sink:
         self.color = color
         self.gone = False
         self.open_by: Stream | None = None
-        self._silent = False
+        self.footer = Footer()
+        self.silent = False
         self._queue = bytearray()
         # A pipe that poll calls writable takes PIPE_BUF bytes without blocking, and no more is promised.
         self._chunk = 1 << 20 if _is_regular(fd) else select.PIPE_BUF
@@ -56,8 +68,19 @@ class Sink:
         return len(self._queue)
 
     def put(self, text: str) -> None:
-        if not self._silent:
+        if not self.silent:
+            self.lift()
             self._queue += text.encode("utf-8", "replace")
+
+    def lay(self, lines: Sequence[str], width: int) -> None:
+        """Puts a footer below everything; the next `put` takes it away."""
+        if not self.silent:
+            self._queue += self.footer.lay(lines, width).encode("utf-8", "replace")
+
+    def lift(self) -> None:
+        if self.footer.lines:
+            start = "\r" if self.open_by is None else ""  # what the terminal itself has echoed goes too
+            self._queue += f"{start}{self.footer.lift()}".encode()
 
     def write_some(self) -> None:
         try:
@@ -66,8 +89,9 @@ class Sink:
             return
         except OSError as error:
             self.gone = error.errno == errno.EPIPE
-            self._silent = True
+            self.silent = True
             self._queue = bytearray()
+            self.footer.lift()
             return
         del self._queue[:written]
 
@@ -131,6 +155,11 @@ class Stream:
     def last_lines(self) -> list[str]:
         """The last lines, an unfinished one included."""
         return [*self._tail, *([as_shown("".join(self._pieces))] if self._pieces else [])]
+
+    @property
+    def unfinished(self) -> str:
+        """The unfinished line as it stands on the screen, with its prefix."""
+        return f"{self._prefix}{self._shown}"
 
     @property
     def due(self) -> float | None:
@@ -225,11 +254,14 @@ class Screen:
     """Our stdout and stderr. Lines of ours go to stderr; when both are one terminal or file they share one queue, so
     that no line is cut by another."""
 
-    def __init__(self, *, size: int, color: str) -> None:
+    def __init__(self, *, size: int, color: str, out: int = 1, err: int = 2) -> None:
         self._width = len(str(size - 1))
-        self._out = Sink(1, color=_use_color(1, color))
-        self._err = self._out if _same_file(1, 2) else Sink(2, color=_use_color(2, color))
+        self._out = Sink(out, color=_use_color(out, color))
+        self._err = self._out if _same_file(out, err) else Sink(err, color=_use_color(err, color))
         self._streams: list[Stream] = []
+        self._panel: list[str] = []
+        self._panel_is_new = False
+        self._panel_due = 0.0
 
     @property
     def sinks(self) -> list[Sink]:
@@ -257,19 +289,77 @@ class Screen:
         self._err.put(f"\x1b[1mhora:\x1b[0m {text}\n" if self._err.color else f"hora: {text}\n")
 
     @property
+    def can_panel(self) -> bool:
+        """Whether there is a terminal that can show a panel, and nobody else writes to it behind our back."""
+        if not os.isatty(self._err.fd) or os.environ.get("TERM", "") in ("", "dumb"):
+            return False
+        width, height = self.size()
+        alone = self._err is self._out or not os.isatty(self._out.fd)
+        return alone and width >= LEAST_WIDTH and height >= LEAST_HEIGHT
+
+    @property
+    def color(self) -> bool:
+        """Whether our own lines, and the panel, are coloured."""
+        return self._err.color
+
+    def size(self) -> tuple[int, int]:
+        """Columns and lines of the terminal, as they are now; (0, 0) when it does not tell."""
+        try:
+            return os.get_terminal_size(self._err.fd)
+        except OSError:
+            return 0, 0
+
+    def panel(self, lines: Sequence[str]) -> None:
+        """From now on these lines stand below all others, until they are replaced; none: no panel. They may carry
+        colours, and nothing else that moves a terminal. Only where `can_panel`."""
+        self._panel_is_new = self._panel_is_new or list(lines) != self._panel
+        self._panel = list(lines)
+        if not lines:
+            self._err.lift()
+
+    @property
     def due(self) -> float | None:
-        return min((due for stream in self._streams if (due := stream.due) is not None), default=None)
+        dues = [due for stream in self._streams if (due := stream.due) is not None]
+        if self._wants_panel:
+            dues.append(self._panel_due)
+        return min(dues, default=None)
 
     def tick(self, now: float) -> None:
         for stream in self._streams:
             stream.tick(now)
+        if self._wants_panel and now >= self._panel_due:
+            width, height = self.size()
+            self._panel_due = now + PANEL_S
+            if self._may_draw(width):
+                self._err.lay(fitting(self._panel, height), width)
+                self._panel_is_new = False
+            else:
+                self._panel_due = now + HIDDEN_S
 
     def close(self) -> None:
-        """Shows everything that is left of the ranks' lines, and leaves the last of them."""
+        """Shows everything that is left of the ranks' lines, leaves the last of them, and takes the panel away."""
+        self.panel([])
         for stream in self._streams:
             stream.close()
         for sink in self.sinks:
             sink.end_line()
+
+    @property
+    def _wants_panel(self) -> bool:
+        """Whether the panel is not there as it should be, and someone reads what we write."""
+        sink = self._err
+        stale = self._panel_is_new or not sink.footer.lines
+        return bool(self._panel) and stale and not sink.silent and sink.pending <= select.PIPE_BUF
+
+    def _may_draw(self, width: int) -> bool:
+        """In the background the terminal is another's. Below a line that ends at the very edge there is no way back."""
+        try:
+            if os.tcgetpgrp(self._err.fd) != os.getpgrp():
+                return False
+        except OSError:
+            pass  # a terminal that is not ours to control
+        above = self._err.open_by
+        return above is None or (width > 0 and num_cells(above.unfinished) % width != 0)
 
     def _prefix(self, role: str, rank: int, sink: Sink) -> str:
         text = f"[{rank:>{self._width}}]" if role == "worker" else f"[{seat_name(role, rank)}]"

@@ -1,8 +1,9 @@
 """RunFile: the directory in which a run is found by its name while it lives, and looked up afterwards.
 
-run.json    what was run: the resolved configuration, host, pid, versions
-control     while the run lives: where its coordinator listens, and the token; readable by this user only
-end.json    how it ended
+run.json        what was run: the resolved configuration, host, pid, versions
+control         while the run lives: where its coordinator listens, and the token; readable by this user only
+memory.sqlite   what it shows of itself, written by hora.watch
+end.json        how it ended
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import difflib
 import fcntl
 import importlib.metadata
 import json
 import os
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 CONTROL = "control"
+MEMORY = "memory.sqlite"
 
 
 class RunFile:
@@ -30,7 +33,7 @@ class RunFile:
 
     def __init__(self, *, directory: str | None, name: str | None, warn: Callable[[str], None]) -> None:
         self.name = name or f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-        self.path = os.path.abspath(directory) if directory else os.path.join(_home(), self.name)
+        self.path = os.path.abspath(directory) if directory else os.path.join(home(), self.name)
         self._warn = warn
         self._fd: int | None = None
         try:
@@ -124,7 +127,7 @@ class Found:
 
 def find(name: str, directory: str | None = None) -> Found:
     """The run of that name, or the one in `directory`; ValueError names the live runs if there is none."""
-    path = os.path.abspath(directory) if directory else os.path.join(_home(), name)
+    path = os.path.abspath(directory) if directory else os.path.join(home(), name)
     begun = _read(os.path.join(path, "run.json")) if directory or _plain(name) else None
     if begun is None:
         where = f" in {path}" if directory else ""
@@ -134,11 +137,56 @@ def find(name: str, directory: str | None = None) -> Found:
     return Found(name=name, path=path, begun=begun, ended=_read(os.path.join(path, "end.json")), live=_is_live(path))
 
 
+def look_up(run: str) -> Found:
+    """A run by its name, or by the path of its directory; ValueError says what may have been meant."""
+    path = os.path.abspath(os.path.expanduser(run))
+    if os.sep in run or run in (".", ".."):
+        begun = _read(os.path.join(path, "run.json"))
+        if begun is None:
+            raise ValueError(f"there is no run in {path}: a run's directory holds run.json")
+        return _found(path, begun)
+    try:
+        return find(run)
+    except ValueError:
+        begun = _read(os.path.join(path, "run.json"))
+        if begun is not None:
+            return _found(path, begun)
+        with contextlib.suppress(OSError):
+            near = difflib.get_close_matches(run, os.listdir(home()), n=1)
+            if near:
+                raise ValueError(f"there is no run {run!r}; did you mean {near[0]!r}?") from None
+        raise
+
+
+def all_runs(directories: Iterable[str] = ()) -> Iterator[Found]:
+    """Every run in its usual place and in `directories`, the newest first; each is looked at as it is asked for."""
+    paths = [os.path.abspath(directory) for directory in directories]
+    with contextlib.suppress(OSError):
+        paths += [entry.path for entry in os.scandir(home()) if entry.is_dir()]
+    records = ((path, _read(os.path.join(path, "run.json"))) for path in dict.fromkeys(paths))
+    known = [(started(begun), path, begun) for path, begun in records if begun is not None]
+    for _, path, begun in sorted(known, key=lambda each: each[:2], reverse=True):
+        yield _found(path, begun)
+
+
+def started(begun: dict[str, Any]) -> float:
+    """When, in seconds since 1970; 0 if that is not known."""
+    try:
+        return datetime.datetime.fromisoformat(str(begun.get("started"))).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def _found(path: str, begun: dict[str, Any]) -> Found:
+    name = str(begun.get("name") or os.path.basename(path))
+    return Found(name=name, path=path, begun=begun, ended=_read(os.path.join(path, "end.json")), live=_is_live(path))
+
+
 def live_runs() -> str:
     """The runs that can be joined or asked now, in words."""
     with contextlib.suppress(OSError):
-        folders = sorted(os.listdir(_home()))
-        names = [name for name in folders if os.path.exists(os.path.join(_home(), name, CONTROL))]
+        folders = sorted(os.listdir(home()))
+        names = [name for name in folders if os.path.exists(os.path.join(home(), name, CONTROL))]
         if names:
             return f"live runs: {', '.join(names)}"
     return "no run is live"
@@ -175,7 +223,8 @@ def _read(path: str) -> dict[str, Any] | None:
     return facts if isinstance(facts, dict) else None
 
 
-def _home() -> str:
+def home() -> str:
+    """Where runs are kept that were not told where."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     return os.path.join(state, "hora", "runs")
 

@@ -1,46 +1,72 @@
-"""Show: what is known of a run, from its record and, while it lives, from its coordinator."""
+"""Show: what is known of a run, from its record and its memory and, while it lives, from its coordinator."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import json
+import os
 import shlex
 from typing import Any
+
+import msgspec
 
 from hora.errors import HoraError
 
 from . import runfile
+from .digest import digest, jsonable, reading
 from .joining import visit
 from .runfile import Found
+from .summary import sentences, single_speed
+from .wording import harmless, size
+
+EVENTS = 10
 
 
 def show(name: str, directory: str | None = None, *, data: bool = False) -> str:
-    """A run's card, or with `data` its ledger's two views; ValueError if there is no such run."""
-    found = runfile.find(name, directory)
+    """A run's card, or with `data` its ledger's two views; ValueError if there is no such run. `name` may be the path
+    of its directory."""
+    found = _find(name, directory)
     try:
         return _data(found) if data else _card(found)
     except ValueError:
-        again = runfile.find(name, directory)
+        again = _find(name, directory)
         if not found.live or again.live:
             raise
         return _data(again)  # it has ended meanwhile, and its record tells
 
 
+def as_json(name: str, directory: str | None = None) -> str:
+    """The same for programs, with the records as they are; ValueError if there is no such run."""
+    found = _find(name, directory)
+    told = digest(found).as_json()
+    events, problem = _events(found)
+    memory = _memory_path(found)
+    told |= {"events": events, "memory": memory, "problem": problem or told["problem"]}
+    return json.dumps(jsonable({**told, "record": {"run": found.begun, "end": found.ended}}), indent=2)
+
+
+def _find(name: str, directory: str | None) -> Found:
+    return runfile.find(name, directory) if directory else runfile.look_up(name)
+
+
 def _card(found: Found) -> str:
     begun, ended = found.begun, found.ended or {}
-    strategy, there = begun.get("strategy") or ended.get("strategy"), ""
+    known = digest(found)
+    events, problem = _events(found)
+    strategy, there = known.strategy, ""
     if found.live and "joins" not in begun:
         with contextlib.suppress(HoraError, ValueError), visit(found) as line:
             members = line.roll()
             there = "; ".join(_roll([m.rank for m in members if m.role == role], role) for role in ("worker", "server"))
             strategy = strategy or line.get("strategy", 0.2).decode()
-    rows = {
+    rows: dict[str, object] = {
         "run": found.name,
         "state": _state(found),
         "cause": ended.get("cause"),
         "lost": "; ".join(ended.get("lost", [])),
         "joins": begun.get("joins"),
-        "command": shlex.join(["-m"] * bool(begun.get("module")) + list(begun.get("command", []))),
+        "command": shlex.join(known.command),
         "strategy": strategy or "as the script says",
         "workers": begun.get("size"),
         "servers": begun.get("servers"),
@@ -49,10 +75,47 @@ def _card(found: Found) -> str:
         "ended": ended.get("ended"),
         "host": f"{begun.get('host')}, pid {begun.get('pid')}, in {begun.get('cwd')}",
         "record": found.path,
+        "memory": problem or _memory(found),
     }
-    shown = {key: value for key, value in rows.items() if value not in (None, "")}
-    width = max(map(len, shown))
-    return "\n".join(f"{key:<{width}}  {value}" for key, value in shown.items())
+    told: list[tuple[str, str]] = [
+        (key, harmless(value, 4000)) for key, value in rows.items() if value not in (None, "")
+    ]
+    told += _under("summary", sentences(known.summary, single=single_speed(begun)))
+    told += _under("events", [_event(event) for event in events])
+    width = max(len(key) for key, _ in told)
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in told)
+
+
+def _under(key: str, lines: list[str]) -> list[tuple[str, str]]:
+    return [(key if index == 0 else "", line) for index, line in enumerate(lines)]
+
+
+def _event(event: dict[str, Any]) -> str:
+    return harmless(f"{event['at']:.1f} s, step {event['step']}: {event['text'] or event['kind']}", 400)
+
+
+def _events(found: Found) -> tuple[list[dict[str, Any]], str]:
+    """The last few of the run's events; and why there are none, where its memory cannot be read."""
+    try:
+        with reading(found) as memory:
+            told = list(memory.events())[-EVENTS:] if memory is not None else []
+    except ValueError as problem:
+        return [], str(problem)
+    return [msgspec.to_builtins(event) for event in told], ""
+
+
+def _memory_path(found: Found) -> str | None:
+    path = os.path.join(found.path, runfile.MEMORY)
+    return path if os.path.exists(path) else None
+
+
+def _memory(found: Found) -> str:
+    path = _memory_path(found)
+    if path is None:
+        return ""
+    with contextlib.suppress(OSError):
+        return f"{path} ({size(os.path.getsize(path))})"
+    return path
 
 
 def _state(found: Found) -> str:

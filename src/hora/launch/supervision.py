@@ -37,6 +37,7 @@ from .identity import Crew, Seat, environment, token_descriptor
 from .output import Screen
 from .report import Outcome
 from .runfile import RunFile
+from .showing import Show
 from .tracebacks import Verdict, exception_of
 from .wake import STOPPING, Wake
 
@@ -95,6 +96,7 @@ class Stage:
     record: RunFile
     screen: Screen
     wake: Wake
+    show: Show
 
 
 class Launch:
@@ -126,6 +128,7 @@ class Launch:
         self._selector = selectors.PollSelector()  # poll, unlike epoll, takes regular files: our stdout may be one
         self._selector.register(wake.fd, selectors.EVENT_READ, None)
         self._guardian_fd = self._watch_guardian()
+        self._show = stage.show
 
     def supervise(self) -> Outcome:
         """Starts the processes and returns when none of them, and nothing that they started, is left."""
@@ -162,7 +165,8 @@ class Launch:
     def _turn(self, *, at_once: bool = False, until: float | None = None) -> None:
         self._watch_output()
         plans = [plan[0][0] for plan in (self._plan, self._overdue) if plan]
-        dues = [due for due in (self._screen.due, until, *plans) if due is not None]
+        self._watch_bell()
+        dues = [due for due in (self._screen.due, self._show.due, until, *plans) if due is not None]
         if not self._running("worker") and self._guests():
             dues.append(time.monotonic() + LOOK_S)
         timeout = max(0.0, min(dues) - time.monotonic()) if dues else None
@@ -173,8 +177,12 @@ class Launch:
                 for number in self._wake.read():
                     if number in STOPPING:
                         self._ask(number, now)
+                for text in self._wake.posted():
+                    self._screen.say(text)
             elif key.fd == self._guardian_fd:
                 self._mourn_guardian()
+            elif key.data is self._show.bell and self._show.bell is not None:
+                self._show.answer()
             elif key.events & selectors.EVENT_WRITE:
                 key.data.write_some()
             elif isinstance(key.data, Child) and key.fd in key.data.pipes and key.data.read(key.fd, now) is False:
@@ -185,6 +193,7 @@ class Launch:
             self._judge(now)
         self._escalate(now)
         self._dismiss(now)
+        self._show.tick(now, self._desk)
         self._screen.tick(now)
 
     def _watch_output(self) -> None:
@@ -201,6 +210,17 @@ class Launch:
             for child in self._children:
                 for fd in child.pipes:
                     self._watch_pipe(child, fd, reading)
+
+    def _watch_bell(self) -> None:
+        """Waits for somebody at the page's address while no page is there to answer."""
+        bell = self._show.bell
+        if bell is None:
+            return
+        watched = bell.fileno() in self._selector.get_map()
+        if bell.waiting and not watched:
+            self._selector.register(bell, selectors.EVENT_READ, bell)
+        elif watched and not bell.waiting:
+            self._selector.unregister(bell)
 
     def _watch_pipe(self, child: Child, fd: int, wanted: bool) -> None:
         watched = fd in self._selector.get_map()
@@ -426,6 +446,7 @@ class Launch:
                 child.close_pipe(fd)
         if self._cause is None and self._echo is not None:
             self._blame(self._echo)
+        self._show.close_panel()
         self._screen.close()
         self._selector.close()
         if self._guardian_fd >= 0:

@@ -1,7 +1,10 @@
-"""Wake: signals as bytes on a pipe, so that one poll waits for them together with everything else."""
+"""Wake: signals as bytes on a pipe, so that one poll waits for them together with everything else; and words of other
+threads for the one that polls."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import os
 import signal
 from types import FrameType, TracebackType
@@ -21,6 +24,7 @@ class Wake:
         self._write_fd = -1
         self._before: dict[int, Any] = {}
         self._fd_before = -1
+        self._posted: collections.deque[str] = collections.deque(maxlen=1000)
 
     def __enter__(self) -> Wake:
         self.fd, self._write_fd = os.pipe()
@@ -40,6 +44,20 @@ class Wake:
         signal.set_wakeup_fd(self._fd_before)
         os.close(self.fd)
         os.close(self._write_fd)
+
+    def post(self, text: str) -> None:
+        """From any thread: `fd` becomes readable, and `posted` gives the text."""
+        self._posted.append(text)
+        with contextlib.suppress(OSError):  # a full pipe wakes too
+            os.write(self._write_fd, b"\0")
+
+    def posted(self) -> list[str]:
+        """What was posted since the last call."""
+        texts = []
+        with contextlib.suppress(IndexError):
+            while True:
+                texts.append(self._posted.popleft())
+        return texts
 
     def read(self) -> list[int]:
         """The numbers of the signals that came since the last call, in order. Never blocks."""

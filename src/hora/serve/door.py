@@ -2,7 +2,7 @@
 
 Host       the name that the client used has to be one of ours, or the very address that it has reached: a web page that
            lets its own name point here (DNS rebinding) is turned away
-Origin     a page of another host may not ask in its visitor's name
+Origin     a page of another host may not ask in its visitor's name, nor load from here where its browser tells of it
 body       at most `max_bytes`, whole within BODY_S; what all requests and answers hold together is bounded as well
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -25,8 +26,19 @@ MAX_HELD = 32  # times `max_bytes`: what all requests under way may hold togethe
 LINGER_S = 2.0  # how long the rest of a refused body is read and thrown away, so that its sender can read why
 LARGE_BYTES = 64 << 10  # an answer below this fits into the connection's own buffer
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ANYWHERE = ("0.0.0.0", "::")
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]*))(?::\d+)?")
+
+
+def names_of(host: str) -> list[str]:
+    """The names under which a server that listens on `host` may be asked; on all addresses: all of this machine's."""
+    if host not in ANYWHERE:
+        return [host]
+    own = {socket.gethostname()}
+    with contextlib.suppress(OSError):
+        own |= {str(address[0]) for *_, address in socket.getaddrinfo(socket.gethostname(), None)}
+    return sorted(own)
 
 
 def error_response(sentence: str, status: int, headers: dict[str, str] | None = None) -> Response:
@@ -37,7 +49,8 @@ def error_response(sentence: str, status: int, headers: dict[str, str] | None = 
 
 
 class Door:
-    """ASGI middleware: the app behind it finds the whole body in its first message."""
+    """ASGI middleware: the app behind it finds the whole body in its first message, and then hears of the client's
+    going as the server tells it."""
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str], max_bytes: int) -> None:
         self._app = app
@@ -63,10 +76,10 @@ class Door:
                 late = error_response(f"the body did not come within {BODY_S:g} s", 408, {"Connection": "close"})
                 await late(scope, receive, send)
                 return
-            body = b"".join(chunks)
+            told: list[Message] = [{"type": "http.request", "body": b"".join(chunks), "more_body": False}]
 
             async def whole() -> Message:
-                return {"type": "http.request", "body": body, "more_body": False}
+                return told.pop() if told else await _gone(receive)
 
             async def counted(message: Message) -> None:
                 await self._hand_over(message, send)
@@ -97,6 +110,8 @@ class Door:
         origin = headers.get(b"origin")
         if origin is not None and _origin_host(origin.decode("latin-1")) not in {*self._hosts, reached} - {""}:
             raise Refusal(f"pages of {origin.decode('latin-1')[:80]!r} may not ask here", 403)
+        if headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate":
+            raise Refusal("pages of other sites may not load from here", 403)
         length = headers.get(b"content-length", b"0")
         if int(length) > self._max_bytes:  # the server has made sure that it is a number
             raise self._too_large(f"has {int(length)} bytes")
@@ -120,6 +135,14 @@ class Door:
 
     def _too_large(self, what: str) -> Refusal:
         return Refusal(f"the body {what}, at most {self._max_bytes} are taken; send fewer rows at a time", 413)
+
+
+async def _gone(receive: Receive) -> Message:
+    """Waits until the client has gone. A body that was read, or was not announced, is not told of again."""
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return message
 
 
 async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:

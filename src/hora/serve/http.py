@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Callable, Iterator
 
@@ -13,21 +12,22 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .listening import MAX_CONNECTIONS, listen
+
 HEAD_S = 10.0  # for the head of a request, from its first byte; for the first one from the connection
 TAKE_S = 10.0  # for an answer to be taken, from when it no longer fits into the buffers
 KEEP_S = 30  # how long a connection may be silent between two requests
 GRACE_S = 2  # for requests under way at the end
 POLL_S = 0.1
-MAX_CONNECTIONS = 2048
 
 
 class Server:
     """Listens from its making on, so that nobody is turned away until `run` serves. `address` is host and port, the
-    real one where 0 was asked for."""
+    real one where 0 was asked for. A `listener` that is given is used instead, and closed in the end."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, host: str = "", port: int = 0, *, listener: socket.socket | None = None) -> None:
         self._app = app
-        self._socket = _listen(host, port)
+        self._socket = listener or listen(host, port)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
 
     def run(self, until: Callable[[], bool]) -> None:
@@ -113,31 +113,6 @@ class _Connection(H11Protocol):
         if self._head is not None:
             self._head.cancel()
             self._head = None
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    if not 0 <= port <= 65535:
-        raise ValueError(f"cannot listen on {shown}: a port is a number from 0 to 65535")
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, number)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(MAX_CONNECTIONS)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
-        raise ValueError(
-            f"cannot listen on {shown}: {why[0].lower() + why[1:]}; "
-            f"another port may be free, and port 0 takes one that is"
-        ) from error
-    return listener
 
 
 async def _drop_tasks() -> None:

@@ -12,7 +12,7 @@ class Access:
     """`colocated`: the first `num_servers` workers of the launch host a server each, in their own process.
 
     `joined`: this worker came to a run that was under way. `shared`: whether memory may be shared on one host.
-    `history`: a folder into which servers write what they did, for checkers.
+    `history`: a folder into which servers write what they did, for checkers. `watched`: somebody wants their reports.
     """
 
     control: Control
@@ -27,3 +27,4 @@ class Access:
     timeout_s: float = 1800.0
     shared: bool = True
     history: str = ""
+    watched: bool = False

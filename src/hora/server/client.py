@@ -25,6 +25,8 @@ from ..transport.base import SLICE_S, SLOW_S
 from ..transport.line import Closed, Line
 from ..transport.passing import Passing
 from ..transport.tcp import memory_of, tune
+from ..watch import spans
+from ..watch.spans import COMMUNICATION, TRAINING
 from . import messages
 from .layout import Block, Layout, Parcel
 from .link import Link
@@ -61,6 +63,7 @@ log = logging.getLogger(__name__)
 
 NUM_EXTRA = 1  # further connections to a server on another host, for tensors
 MAX_ROWS = 1 << 20  # of a table that a batch may touch: their numbers fit into a message with room to spare
+BLINK_NS = 20_000  # a shorter wait is none
 CAUSE_S = 0.5  # a broken line waits this long for word of why
 
 Check = Callable[[], None]
@@ -95,6 +98,7 @@ class Client:
         self.check = check
         self.pushed_bytes = 0  # of gradients, sent or laid out for a server to read
         self.lags: list[int] = []
+        self._sent_at = 0  # when the last push was done, for the trace
         self._targets = targets
         self._control = control
         self._token = token
@@ -228,6 +232,7 @@ class Client:
 
         `gradient(block)` is that block's as a vector, None if it has none, or a sparse tensor of its rows."""
         order = self._order.get(begin.optimizer, [])
+        started, pushed_bytes = spans.clock() if spans.on else 0, self.pushed_bytes
         self._deferring = defer
         for link in self.links:
             begin.parcels = sum(parcel.optimizer == begin.optimizer for parcel in link.part.parcels)
@@ -238,6 +243,10 @@ class Client:
         for link, parcel in order:
             self._push(link, parcel, begin.step, gradient)
             self._turn(0)
+        if spans.on:
+            self._sent_at = spans.clock()
+            for lane in (TRAINING, COMMUNICATION):
+                spans.add(lane, "push", started, self._sent_at, step=begin.step, bytes=self.pushed_bytes - pushed_bytes)
 
     def look_up(self, index: int, ids: torch.Tensor) -> torch.Tensor:
         """The rows with these ids, in order and each once, of the table that parameter `index` stands for. Blocks."""
@@ -312,6 +321,7 @@ class Client:
     def pull(self) -> list[Ready]:
         """Waits for the rest of the step's parcels and reads them; what the servers said of them."""
         self._deferring = False
+        begin = spans.clock() if spans.on else 0
         deferred, self._deferred = self._deferred, []
         for link, ready in deferred:
             self._take(link, ready)
@@ -328,6 +338,10 @@ class Client:
             if waited >= self._timeout_s:
                 raise Timeout(f"{self.name} has waited {waited:.0f} s for {self._whom()}; gave up after "
                               f"timeout_s={self._timeout_s:g}")  # fmt: skip
+        if spans.on:
+            spans.add(TRAINING, "pull", begin)
+            spans.add(COMMUNICATION, "pull", self._sent_at or begin)  # the answer to what was pushed
+            self._sent_at = 0
         return [ready for link in self.links for ready in link.readies]
 
     def hold(self) -> None:
@@ -358,7 +372,10 @@ class Client:
         busy = [line for link in self.links for line in link.lines if line.pending]
         for line in busy:
             self._poller.modify(line.fileno(), select.POLLIN | select.POLLOUT)
+        begin = spans.clock() if spans.on and timeout_ms else 0
         events = self._poller.poll(timeout_ms)
+        if begin and (end := spans.clock()) - begin > BLINK_NS:
+            spans.add(TRAINING, "waiting", begin, end, what="servers")
         for line in busy:
             self._poller.modify(line.fileno(), select.POLLIN)
         moved = False

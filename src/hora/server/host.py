@@ -110,7 +110,7 @@ def _loop(
     history = os.path.join(access.history, f"server-{number}.jsonl") if access.history else ""
     station = Station(
         number=number, num_servers=access.num_servers, workers=range(access.size), control=access.control,
-        token=access.token, bind=access.bind, timeout_s=access.timeout_s, history=history,
+        token=access.token, bind=access.bind, timeout_s=access.timeout_s, history=history, watched=access.watched,
     )  # fmt: skip
     layout = layout_of(roster, access.num_servers, block_bytes)
     return Loop(station, layout, parameters, roster.names, roster.entries(), optimizers, rules)

@@ -60,6 +60,11 @@ class Parcel:
     row: int = 0
     table: Spec | None = None
 
+    @functools.cached_property
+    def numbers(self) -> list[int]:
+        """Of its blocks."""
+        return [block.number for block in self.blocks]
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:

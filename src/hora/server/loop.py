@@ -27,8 +27,10 @@ from ..errors import HoraError, OutOfMemory
 from ..transport.line import Closed, Line
 from ..transport.passing import Passing
 from ..transport.tcp import tune
+from ..watch import spans
 from . import messages
 from .guest import Guest
+from .herald import Herald
 from .layout import Layout
 from .memory import Memory
 from .messages import (
@@ -84,7 +86,7 @@ class Station:
 
     def __init__(
         self, *, number: int, num_servers: int, workers: Sequence[int], control: Control, token: bytes, bind: str,
-        timeout_s: float, history: str = "",
+        timeout_s: float, history: str = "", watched: bool = False,
     ) -> None:  # fmt: skip
         self.number = number
         self.num_servers = num_servers
@@ -94,6 +96,7 @@ class Station:
         self.bind = bind
         self.timeout_s = timeout_s
         self.history = history
+        self.watched = watched
 
 
 class Loop:
@@ -143,6 +146,7 @@ class Loop:
         self._broken: str | None = None
         self.busy_s = 0.0
         self.started = time.monotonic()
+        self._herald = Herald(station.number, self._part.load, station.control.report) if station.watched else None
         station.control.listen(self._hear)
         there = {member.rank for member in station.control.roll() if member.role == "worker"}
         for worker in self._members - there:  # it ended before we listened
@@ -234,6 +238,10 @@ class Loop:
                     else:
                         self._attend(key.data, events)
                 self.busy_s += time.perf_counter() - begin
+                if spans.on and ready:
+                    spans.add(spans.SERVER, "serving", spans.since(begin), queue=self.server.queue)
+                if self._herald is not None:
+                    self._herald.tell(self.server, self.busy_s)
         except Exception as problem:
             reason = f"server {self.station.number} cannot go on: {type(problem).__name__}: {problem}"
             for guest in self._guests.values():
@@ -241,6 +249,8 @@ class Loop:
                     guest.lines[0].send(Trouble(reason))
             raise
         finally:
+            if self._herald is not None:
+                self._herald.tell(self.server, self.busy_s, last=True)
             self.close()
 
     def close(self) -> None:
@@ -344,7 +354,11 @@ class Loop:
             versions = self.server.shelf.versions(self._part.parcels[message.parcel])
             if any(base > version for base, version in zip(message.base, versions, strict=True)):
                 raise HoraError(f"rank {number} pushes a gradient for versions {message.base} that were never written")
+            began = spans.clock() if spans.on else 0
             self._post(self.server.handle(number, message, gradients))
+            if spans.on:
+                blocks = self._part.parcels[message.parcel].numbers
+                spans.add(spans.SERVER, "gradient", began, blocks=blocks, worker=number, step=message.step)
         elif isinstance(message, Lookup):
             line.send(*self._look_up(message))
         elif isinstance(message, Begin | Got | Drop | Enter | Rest):

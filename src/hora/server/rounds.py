@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..hyper import Hyper
+from ..watch import spans
 from .keeper import Keeper, Out
 from .layout import Parcel
 from .messages import Begin, Chosen, Norm, Push, Ready
@@ -132,6 +133,16 @@ class Rounds:
             if not each.begins:
                 del self._rounds[step]
 
+    @property
+    def queue(self) -> int:
+        """Gradients that are in and not applied."""
+        return sum(
+            len(pushes)
+            for each in self._rounds.values()
+            for number, pushes in each.pushes.items()
+            if number not in each.applied
+        )
+
     def awaited(self) -> list[int]:
         """Whose gradients are still to come."""
         each = self._rounds.get(self.now, _Round())
@@ -230,7 +241,10 @@ class Rounds:
             self._keeper.shelf.disturb()
             self._keeper.counts.parcels += 1
             self._keeper.counts.lags[0] += 1
+            began = spans.clock() if spans.on else 0
             self._keeper.apply(parcel, mean, each.hyper[min(each.chosen)])
+            if spans.on:
+                spans.add(spans.SERVER, "update", began, blocks=parcel.numbers, workers=list(each.chosen))
             self._keeper.record("mean", step=self.now, parcel=parcel.number, workers=list(each.chosen))
 
     def _answer(self, each: _Round, step: int, number: int, skipped: str) -> Out:

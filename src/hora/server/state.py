@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..hyper import Hyper
+from ..watch import spans
 from .keeper import Address, Counts, Keeper, Out
 from .layout import Parcel
 from .messages import Begin, Drop, Enter, Entered, FromServer, FromWorker, Got, Meet, Push, Ready, Rest
@@ -109,6 +110,13 @@ class Server:
     @property
     def place(self) -> tuple[int, int]:
         return self._rounds.place
+
+    @property
+    def queue(self) -> int:
+        """How many gradients wait for other workers: to be applied, or, where they are at once, to be answered."""
+        held = sum(isinstance(message, Push) for _, message, _ in self._held)
+        early = sum(len(each.early) + len(each.waiting) for each in self._workers.values())
+        return held + early + self._rounds.queue
 
     # -- members -------------------------------------------------------------------------------------------------------
 
@@ -323,7 +331,10 @@ class Server:
             settled = gradients if factor == 1.0 else self.shelf.mean(parcel, [(gradients, factor)])
             if self.rules.correct == "dc" and lag:
                 settled = self._compensate(worker, parcel, settled)
+            began = spans.clock() if spans.on else 0
             self._keeper.apply(parcel, settled, state.hyper)
+            if spans.on:
+                spans.add(spans.SERVER, "update", began, blocks=parcel.numbers, worker=worker, lag=lag)
             self._keeper.record("apply", worker=worker, step=push.step, parcel=parcel.number, lag=lag)
         clock = state.clock + 1
         ready = Ready(push.step, parcel.number, [], lag=lag, skipped=begin.nonfinite)

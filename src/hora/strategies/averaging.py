@@ -29,6 +29,7 @@ from ..collectives.base import Group
 from ..errors import HoraError
 from ..roster import Roster
 from ..server.embedding import tables_of
+from ..watch import spans
 from . import nonfinite, savings
 from .apart import Apart
 from .bulk import Bulk
@@ -355,6 +356,8 @@ class Averaging(Apart):
         self._errand.wait()
         waited_s = time.perf_counter() - begin
         self._group.transport.background = False
+        if spans.on:
+            spans.add(spans.TRAINING, "waiting", spans.since(begin), what="the round under way")
         self.traffic.exposed_s += waited_s
         self._resumed_s += waited_s  # which is no work
         meeting, self._underway = self._underway, None
@@ -362,7 +365,10 @@ class Averaging(Apart):
 
     def _conclude(self, meeting: Meeting) -> None:
         """On the training thread: the parameters become what was agreed, and all know what comes next."""
+        begin = spans.clock() if spans.on else 0
         self._meetings.settle(meeting, late=self._num_steps > meeting.due - self._overlap)
+        if spans.on:
+            spans.add(spans.TRAINING, "settle", begin, round=cast(int, self.rounds) + 1)
         self._mean_steps = sum(word.step for word in meeting.words) / len(meeting.words)
         if meeting.word.leaving or self._errand is None:
             self._pass(meeting.fragments)
@@ -454,6 +460,9 @@ class Averaging(Apart):
 
     def notes(self) -> dict[str, float]:
         return {"round": float(cast(int, self.rounds))}
+
+    def peers(self) -> dict[int, int]:
+        return self._bulk.peers()
 
     def summary(self) -> str:
         trained = [self.roster.parameters[index] for index in self._trained]

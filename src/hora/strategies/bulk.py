@@ -18,6 +18,7 @@ class Bulk:
     def __init__(self, group: Group, algorithm: str, traffic: Traffic) -> None:
         self.group = group
         self.sent_bytes = 0  # by this worker, since the run began
+        self._shown_bytes = 0  # of these, what the others read in shared memory
         self._algorithm = algorithm
         self._traffic = traffic
 
@@ -26,7 +27,15 @@ class Bulk:
         before = sum(self.group.transport.sent_bytes)
         self.group.all_reduce(vector, "sum", self._algorithm, name=name)
         sent = sum(self.group.transport.sent_bytes) - before
-        self.count(sent or savings.by_ring(vector.numel() * vector.element_size(), self.group.size))
+        if not sent:
+            sent = savings.by_ring(vector.numel() * vector.element_size(), self.group.size)
+            self._shown_bytes += sent
+        self.count(sent)
+
+    def peers(self) -> dict[int, int]:
+        """How many bytes each other worker has had from this one. In shared memory each reads as much as any other."""
+        sent, others = list(self.group.transport.sent_bytes), self.group.others
+        return {peer: sent[peer] + self._shown_bytes // len(others) for peer in others}
 
     def weighted_sum(self, vector: torch.Tensor, shares: Sequence[float], name: str) -> None:
         """Collective, in place: the sum of everybody's vector times its share."""

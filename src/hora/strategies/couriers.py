@@ -22,6 +22,8 @@ from ..buckets import Bucket
 from ..collectives.base import Group
 from ..collectives.handles import Pending
 from ..collectives.mailbox import Form, Mailbox
+from ..watch import spans
+from ..watch.spans import COMMUNICATION, TRAINING
 from .sync import Traffic
 
 Culprits = list[tuple[int, int]]  # (rank, parameter)
@@ -101,8 +103,24 @@ class Courier(abc.ABC):
     def culprits(self) -> Culprits:
         """Whose gradient of which parameter was not finite, as far as this worker can tell; after `finish`."""
 
+    @abc.abstractmethod
+    def shown(self, peer: int) -> int:
+        """How many bytes a peer has read of what this worker laid out for it; those that were sent do not count."""
+
     def close(self) -> None:
         """There will be no exchange any more."""
+
+    def _launched(self, bucket: Bucket, begin: float) -> None:
+        """The training thread's part of a bucket's journey, for the trace."""
+        spans.add(TRAINING, "launch", spans.since(begin), bucket=bucket.number)
+
+    def _arrived(self, bucket: Bucket, begin: float, end: float, work_s: float) -> None:
+        """Its whole journey; `work_s` is how long somebody beside the training thread was at it."""
+        num_bytes, work_us = bucket.numel * bucket.dtype.itemsize, round(work_s * 1e6, 1)
+        spans.add(
+            COMMUNICATION, f"bucket {bucket.number}", spans.since(begin), spans.since(end),
+            bucket=bucket.number, bytes=num_bytes, work_us=work_us,
+        )  # fmt: skip
 
     def _spent(self, seconds: float) -> None:
         """The training thread's own work for it."""
@@ -129,21 +147,35 @@ class Mail(Courier):
             bucket.dtype.itemsize * sum(s.stop - s.start for s in bucket.segments if keep or s.owner != me)
             for bucket in buckets
         ]
+        self._owned = [[0] * group.size for _ in buckets]  # bytes, by bucket and owner
+        for bucket, owned in zip(buckets, self._owned, strict=True):
+            for s in bucket.segments:
+                owned[s.owner] += bucket.dtype.itemsize * (s.stop - s.start)
+        self._num_launches = [0] * len(buckets)
+        self._times: dict[int, list[float]] = {}  # by bucket: when it was launched, and posted
+        if spans.on:
+            self._mailbox.done = self._note_done
+            self._mailbox.waited = self._note_wait if self._errand is None else None
 
     def open(self) -> None:
         self.group.announce(self._text)
         self.group.transport.background = self._errand is not None
 
     def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
+        begin = time.perf_counter()
         self.traffic.sent_bytes += self._bytes[bucket.number]
+        self._num_launches[bucket.number] += 1
+        if spans.on:
+            self._times[bucket.number] = [begin]
         if self._errand is not None:
             self._errand.give((bucket, views, scale))
-            return
-        begin = time.perf_counter()
-        with self.group.part():
-            self._deliver((bucket, views, scale))
-            self._mailbox.advance()
-        self._spent(time.perf_counter() - begin)
+        else:
+            with self.group.part():
+                self._deliver((bucket, views, scale))
+                self._mailbox.advance()
+            self._spent(time.perf_counter() - begin)
+        if spans.on:
+            self._launched(bucket, begin)
 
     def finish(self) -> None:
         begin = time.perf_counter()
@@ -155,6 +187,17 @@ class Mail(Courier):
                 self._mailbox.finish()
                 self.traffic.comm_s += time.perf_counter() - begin
         self.traffic.exposed_s += time.perf_counter() - begin
+        if spans.on:
+            name = "exchange" if self._errand is None else "waiting"
+            spans.add(TRAINING, name, spans.since(begin), what="gradients")
+
+    def shown(self, peer: int) -> int:
+        """Its lanes of my vectors, and, where all want the whole, mine of the result."""
+        me = self.group.rank
+        return sum(
+            count * (owned[peer] + self.keep * owned[me])
+            for count, owned in zip(self._num_launches, self._owned, strict=True)
+        )
 
     def culprits(self) -> Culprits:
         found = []
@@ -169,7 +212,19 @@ class Mail(Courier):
 
     def _deliver(self, item: tuple[Bucket, Sequence[torch.Tensor], float]) -> None:
         bucket, views, scale = item
+        if spans.on and bucket.number in self._times:
+            self._times[bucket.number].append(time.perf_counter())
         self._mailbox.post(bucket.number, views, scale)
+
+    def _note_done(self, number: int) -> None:
+        if spans.on and len(times := self._times.pop(number, [])) == 2:
+            now = time.perf_counter()
+            self._arrived(self.buckets[number], times[0], now, now - times[1] if self._errand is not None else 0.0)
+
+    @staticmethod
+    def _note_wait(begin: float, end: float) -> None:
+        if spans.on:
+            spans.add(TRAINING, "waiting", spans.since(begin), spans.since(end), what="gradients")
 
 
 class Calls(Courier):
@@ -180,7 +235,7 @@ class Calls(Courier):
         self._algorithm = algorithm
         self._overlap = overlap
         self._flats: dict[int, torch.Tensor] = {}
-        self._under_way: list[tuple[Bucket, Sequence[torch.Tensor], Pending]] = []
+        self._under_way: list[tuple[Bucket, Sequence[torch.Tensor], Pending, float]] = []
         self._found: Culprits = []
 
     def open(self) -> None:
@@ -210,15 +265,20 @@ class Calls(Courier):
             handle = self.group.all_reduce(flat, operation, self._algorithm, name, wait=False)
         else:
             handle = self.group.reduce_scatter(flat.view(n, -1), operation, name, wait=False)
-        self._under_way.append((bucket, views, handle))
+        self._under_way.append((bucket, views, handle, begin))
         self._spent(time.perf_counter() - begin)
+        if spans.on:
+            self._launched(bucket, begin)
         if not self._overlap:
             self._wait(handle)
 
     def finish(self) -> None:
-        for bucket, views, handle in self._under_way:
+        started = spans.clock() if spans.on else 0
+        for bucket, views, handle, launched in self._under_way:
             result = self._wait(handle)
             self.traffic.comm_s += handle.seconds
+            if spans.on:
+                self._arrived(bucket, launched, handle.ended, handle.seconds)
             if self.keep and bucket.contiguous:
                 continue
             begin = time.perf_counter()
@@ -231,14 +291,22 @@ class Calls(Courier):
             self._spent(time.perf_counter() - begin)
         self._under_way.clear()
         self.traffic.sent_bytes += sum(self.group.transport.sent_bytes) - self._sent
+        if spans.on:
+            spans.add(TRAINING, "exchange", started, what="gradients")
+
+    def shown(self, peer: int) -> int:
+        return 0
 
     def culprits(self) -> Culprits:
         return self._found
 
     def _wait(self, handle: Pending) -> Any:
         begin = time.perf_counter()
+        blocks = spans.on and not handle.done
         result = handle.wait()
         self.traffic.exposed_s += time.perf_counter() - begin
+        if blocks:
+            spans.add(TRAINING, "waiting", spans.since(begin), what="gradients")
         return result
 
     def _inspect(self, bucket: Bucket, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ extras          at the end of a round: buffers, optimizer state
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 
 from ..errors import HoraError
 from ..roster import Roster
+from ..watch import spans
 from . import nonfinite
 from .bulk import Bulk
 from .extras import BROKEN, Extras
@@ -88,8 +90,9 @@ class Meetings:
 
     def hold(self, meeting: Meeting, exposed: bool) -> None:
         """Collective, on any thread. `exposed`: the training thread waits for it."""
-        begin = time.perf_counter()
+        begin, sent = time.perf_counter(), self._bulk.sent_bytes
         meeting.words = words = meeting.word.gather(self._group)
+        met = time.perf_counter()
         self._check(words)
         if meeting.missed:
             pass  # a step that nobody takes
@@ -103,6 +106,19 @@ class Meetings:
         self._traffic.comm_s += seconds
         if exposed:
             self._traffic.exposed_s += seconds
+        if spans.on:
+            self._note(meeting, exposed, begin, met, self._bulk.sent_bytes - sent)
+
+    @staticmethod
+    def _note(meeting: Meeting, exposed: bool, begin: float, met: float, num_bytes: int) -> None:
+        """For the trace: the words need everybody, so they take as long as the last one is late."""
+        times, step = [spans.since(begin), spans.since(met), spans.clock()], int(meeting.word.step)
+        work_us = [(end - start) / 1e3 for start, end in itertools.pairwise(times)]
+        spans.add(spans.COMMUNICATION, "words", *times[:2], step=step, work_us=work_us[0])
+        spans.add(spans.COMMUNICATION, "mean", *times[1:], step=step, bytes=num_bytes, work_us=work_us[1])
+        if exposed:
+            spans.add(spans.TRAINING, "waiting", *times[:2], what="words")
+            spans.add(spans.TRAINING, "exchange", *times[1:], what="mean")
 
     def settle(self, meeting: Meeting, late: bool) -> None:
         """On the training thread: parameters and buffers become what was agreed; `late`: steps were taken meanwhile."""

@@ -25,6 +25,7 @@ from ..collectives.base import Group
 from ..errors import HoraError
 from ..lanes import balanced_lanes, flatten
 from ..roster import Roster
+from ..watch import spans
 from . import dispatch, nonfinite, sparse
 from .allreduce import AllReduce
 from .census import Census
@@ -65,6 +66,7 @@ class Replicated(Watching, Sync):
         self._buffer_versions: list[tuple[int, int]] = []
         self._factor = 1.0  # by which the last exchange was corrected
         self._armed: dict[tuple[int, ...], _Armed] = {}  # by the parameters that are trained, the newest last
+        self._shown: dict[int, int] = {}  # by peer: what couriers that are gone have shown it
         self._stepped: set[int] = set()  # optimizers (by id) that have stepped since the last exchange
         self._unfrozen: list[int] = []  # what this exchange carries besides its buckets
         self._culprits: Culprits = []
@@ -98,6 +100,13 @@ class Replicated(Watching, Sync):
     @property
     def verdict(self) -> Verdict:
         return self._verdict
+
+    def peers(self) -> dict[int, int]:
+        group, couriers = self.group, [armed.courier for armed in list(self._armed.values())]
+        if group is None:
+            return {}
+        sent = list(group.transport.sent_bytes)
+        return {p: sent[p] + self._shown.get(p, 0) + sum(each.shown(p) for each in couriers) for p in group.others}
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -222,6 +231,8 @@ class Replicated(Watching, Sync):
         self.traffic.comm_s += time.perf_counter() - begin
         self.traffic.exposed_s += time.perf_counter() - begin
         self.traffic.num_exchanges += 1
+        if spans.on:
+            spans.add(spans.TRAINING, "waiting", spans.since(begin), what="census")
         self._conclude(census)
 
     def _begin(self) -> None:
@@ -423,7 +434,10 @@ class Replicated(Watching, Sync):
         self._backward.arm(list(self._courier.buckets))
         self._armed[tuple(watched)] = _Armed(self._courier, self._eager, self._sparse, late)
         if len(self._armed) > ARMED:
-            self._armed.pop(next(iter(self._armed))).courier.close()
+            oldest = next(iter(self._armed))
+            for peer in self._group.others:
+                self._shown[peer] = self._shown.get(peer, 0) + self._armed[oldest].courier.shown(peer)
+            self._armed.pop(oldest).courier.close()
 
     def _disarm(self) -> None:
         """What is trained has changed: buckets as they were the last time that it was this, or else none."""

@@ -57,6 +57,7 @@ class Served(Apart):
         self._present = 0  # how many workers have samples in it
         self._passed = (-1, -1)  # the batch up to which the others have come
         self._lags = (0, 0)  # their sum and number since `notes` was asked
+        self._lag: float | None = None  # the mean of the newest step
         self._outline = {id(each): [len(group["params"]) for group in each.param_groups] for each in roster.optimizers}
         self._spent: tuple[float, float, int] | None = None  # what the pile was at an optimizer's step, for the others'
         self._outpost: Outpost
@@ -281,7 +282,10 @@ class Served(Apart):
         self._flats.scatter()
         self._pulled()
         self._step += 1
-        self._lags = (self._lags[0] + sum(self._client.lags), self._lags[1] + len(self._client.lags))
+        lags = self._client.lags
+        self._lags = (self._lags[0] + sum(lags), self._lags[1] + len(lags))
+        if lags and self.strategy.mode != "sync":
+            self._lag = sum(lags) / len(lags)
         if self.strategy.sync_every:
             self._client.got(self._step)
         if self.strategy.mode == "sync":
@@ -406,6 +410,14 @@ class Served(Apart):
         if count and self.strategy.mode != "sync":
             found["lag"] = total / count
         self._lags = (0, 0)
+        if self.num_dropped:
+            found["dropped"] = self.num_dropped
+        return found
+
+    def facts(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        if self._lag is not None:
+            found["lag"] = self._lag
         if self.num_dropped:
             found["dropped"] = self.num_dropped
         return found

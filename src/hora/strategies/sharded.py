@@ -30,6 +30,7 @@ from ..collectives.base import Group
 from ..errors import HoraError, OutOfMemory
 from ..lanes import CUT_BYTES, ELEMENTWISE, Lane, even_lanes, flatten, is_dense, laid
 from ..roster import Roster
+from ..watch import spans
 from .allreduce import AllReduce
 from .guard import Guard
 from .replicated import Replicated
@@ -210,7 +211,10 @@ class Sharded(Replicated):
                 self._guard.check_parameters()
             self._guard.check_gradients(stepping)
             self._guard.check_mixed(stepping)
+        begin = spans.clock() if spans.on else 0
         self.group.barrier("before the step")
+        if spans.on:
+            spans.add(spans.TRAINING, "waiting", begin, what="before the step")
         self._swapped = []
         number = self.roster.optimizers.index(optimizer)
         for group in optimizer.param_groups:
@@ -248,12 +252,15 @@ class Sharded(Replicated):
                     share.grad = None
         indices = sorted({self.roster.index[id(p)] for parameters in self._swapped for p in parameters})
         self._swapped = []
+        begin = spans.clock() if spans.on else 0
         if self._shared:
             self.group.barrier("after the step")
             for index in indices:
                 increment_version(self.roster.parameters[index])
         else:
             self._gather(indices)
+        if spans.on:
+            spans.add(spans.TRAINING, "waiting" if self._shared else "exchange", begin, what="after the step")
         self._guard.remember()
 
     def _gather(self, indices: list[int]) -> None:

@@ -170,6 +170,16 @@ class Sync(abc.ABC):
         """What `job.log` shows of the synchronisation since it was asked last."""
         return {}
 
+    def facts(self) -> dict[str, float]:
+        """The same without forgetting any: the newest, or of the whole run so far. Thread-safe."""
+        return {}
+
+    def peers(self) -> dict[int, int]:
+        """How many bytes each other worker has had from this one so far; where servers have them: nothing. Thread-safe.
+
+        Where memory is shared, these are the bytes that the other reads of what this one wrote."""
+        return {}
+
     def summary(self) -> str:
         """What there is to say at the end of the run, in a sentence; by rank 0."""
         return ""

@@ -14,7 +14,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -22,7 +22,7 @@ import torch
 from .. import letters, memory
 from ..collectives.base import Group
 from ..coordinator import Control
-from ..data import Portion, Shard
+from ..data import Block, Portion, Shard
 from ..errors import HoraError
 from ..roster import Roster
 from ..server.access import Access
@@ -32,6 +32,9 @@ from ..strategies.sync import Halt, Sync
 from .farewell import Farewell
 from .hooks import Hook
 from .orders import Orders, is_enabled
+
+if TYPE_CHECKING:
+    from ..watch.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +69,13 @@ class Training:
         self.size = access.size if access is not None else group.size
         self.step = 0
         self.num_samples = 0
+        self.own_samples = 0  # of these, this worker's
         self.max_steps: int | None = None
         self.stop_reason: Callable[[], str | None] = lambda: None  # as the coordinator told it
         self.show: Callable[[bool], None] = lambda at_once: None  # parameters are whole: whoever publishes them may
         self._unshown: set[int] | None = None  # a step was counted and not shown; the optimizers that took it so far
         self._shown_round: int | None = None
+        self.recorder: Recorder | None = None  # where somebody watches the run
         self.signature = b""  # of the first model's forward, once it is known, as serve.protocol writes it
         self.access = access
         self.sync: Sync | None = None
@@ -97,6 +102,7 @@ class Training:
         self._unfinished: int | None = None  # a loop that this worker left before its end
         self._num_runs = 0
         self._num_epochs = 0
+        self._done: tuple[int, int] | None = None  # batches of this epoch that have begun, and how many there are
         self._noted_at = 0.0
         self._loops: dict[int, int] = {}  # loops of this worker that are open: by loader's id
         self._together = False  # whether the workers step together, so that one that leaves is missed
@@ -220,10 +226,17 @@ class Training:
                 self._halt(halt)
         self._farewell.mourn()
         if not self._taken:
+            self._note_skip()
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None  # then the optimizer has nothing to do
         return changed
+
+    def _note_skip(self) -> None:
+        assert self.sync is not None
+        skipped = self.sync.verdict.skipped
+        if self.recorder is not None and skipped and (self.rank == 0 or not self.sync.lockstep):
+            self.recorder.notice("skipped", skipped)
 
     def _open_step(self, optimizer: Optimizer) -> None:
         """The step will be taken, by all workers or by none; Halt if by none."""
@@ -251,6 +264,8 @@ class Training:
             self._jump()
             self._farewell.step = self.step
             self._note_step()
+            if self.recorder is not None:
+                self.recorder.stepped()
             for loader, portion, _ in self._held.values():  # now, so that a checkpoint after this does not repeat them
                 if loader.ledger is not None:
                     loader.ledger.done(portion)
@@ -384,6 +399,8 @@ class Training:
         if not self._loops:
             self.sync.enter_loop()
         self._loops[id(loader)] = self.sync.loop
+        if self.recorder is not None:
+            self.recorder.begin()
         self._leader = loader
 
     def _promote(self) -> None:
@@ -407,8 +424,28 @@ class Training:
         followed = self.training(loader) and self._together and not portion.whole and not self._attended()
         self._held[id(loader)] = Held(loader, portion, followed)  # the newest last
         self.num_samples += portion.total
+        self.own_samples += portion.mine
+        self._note_batch(loader, portion)
         self.sync.weigh(portion.weight, portion.weight)
         self._begin_batch(portion)
+
+    def _note_batch(self, loader: Shard, portion: Portion) -> None:
+        with contextlib.suppress(TypeError):  # a stream has no length
+            self._done = (portion.batch + 1, len(loader) * (self.size if isinstance(portion, Block) else 1))
+
+    def progress(self) -> float | None:
+        """How much of the training is done, 0 to 1, as far as can be known. Thread-safe."""
+        epoch, done, parts = self.current_epoch, self._done, []
+        if self.max_steps:
+            parts.append(self.step / self.max_steps)
+        if epoch is not None and self._num_epochs and done is not None:
+            parts.append((epoch + done[0] / max(1, done[1])) / self._num_epochs)
+        return min(1.0, max(parts)) if parts else None
+
+    @property
+    def num_epochs(self) -> int | None:
+        """As `epochs` was told."""
+        return self._num_epochs or None
 
     def _begin_batch(self, portion: Portion) -> None:
         assert self.sync is not None

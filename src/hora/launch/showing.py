@@ -1,0 +1,171 @@
+"""Show: what a launch lets be seen of its run: the watcher behind it, the panel, the page's bell, the trace.
+
+A launch of workers that join another's run shows nothing itself: they report to the run that they have joined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .config import RunConfig
+from .doorbell import Doorbell
+from .output import Screen
+from .runfile import RunFile, home
+from .wake import Wake
+
+if TYPE_CHECKING:
+    from hora.coordinator import Event, Member, Service
+    from hora.watch.watcher import Watcher
+
+PANEL_S = 0.5
+LOOK_S = 1.0
+TRACE = "trace"  # the folder within the scratch
+
+
+class Desk(Protocol):
+    def values(self, prefix: str) -> dict[str, bytes]: ...
+
+
+class Show:
+    """Main thread only. Without a watcher it does nothing."""
+
+    def __init__(self) -> None:
+        self.bell: Doorbell | None = None
+        self.watcher: Watcher | None = None
+        self._config: RunConfig | None = None
+        self._screen: Screen | None = None
+        self._name = ""
+        self._looked_at = 0.0
+        self._summary: dict[str, Any] = {}
+        self._closed = False
+
+    @classmethod
+    def of_run(cls, config: RunConfig, record: RunFile, screen: Screen, wake: Wake, facts: dict[str, object]) -> Show:
+        """ValueError if the run's directory is another version's, or something that was asked for is not there."""
+        from hora.watch.watcher import Watcher
+
+        show = cls()
+        show._config, show._screen, show._name = config, screen, record.name
+        show.watcher = Watcher(
+            record.path if record.control_path is not None else None,
+            record.name,
+            config.size,
+            config.strategy.spell() if config.strategy else "",
+            facts,
+            warn=wake.post,
+            say=wake.post if config.progress != "off" else lambda text: None,
+            tensorboard_dir=config.tensorboard,
+        )
+        if config.dashboard != "off":
+            try:
+                show.bell = Doorbell(config.dashboard if isinstance(config.dashboard, int) else None)
+            except OSError as error:
+                screen.say(f"no page: no port of this machine can be had for it ({error.strerror}); the run goes on")
+        if show.bell is not None:
+            taken = f"port {config.dashboard} is taken; " if show.bell.moved else ""
+            screen.say(f"{taken}page {show.bell.address(record.name)}")
+        return show
+
+    def watch(self, service: Service) -> None:
+        """From now on the coordinator tells the watcher."""
+        assert self.watcher is not None
+        service.coordinator.witness = _Witness(self.watcher)
+
+    @property
+    def due(self) -> float | None:
+        """When there is something to draw or to look up, as time.monotonic counts."""
+        return None if self.watcher is None or self._closed else self._looked_at + self._every
+
+    @property
+    def _every(self) -> float:
+        return PANEL_S if self._has_panel else LOOK_S
+
+    @property
+    def _has_panel(self) -> bool:
+        return self._config is not None and self._config.progress == "panel"
+
+    def answer(self) -> None:
+        """Somebody has come to the page's address."""
+        assert self.bell is not None and self.watcher is not None
+        self.bell.answer(self._name, self.watcher.directory, home())
+
+    def tick(self, now: float, desk: Desk) -> None:
+        due = self.due
+        if due is None or now < due:
+            return
+        self._looked_at = now
+        assert self.watcher is not None and self._screen is not None
+        told = [desk.values(key).get(key, b"").decode(errors="replace") for key in ("strategy", "serving")]
+        self.watcher.settle(strategy=told[0], algorithm=_algorithm(desk), serving=told[1])
+        if self._has_panel:
+            from . import panel
+
+            size = _terminal()
+            address = self.bell.address(self._name) if self.bell is not None else None
+            now_ = self.watcher.now()
+            self._screen.panel(panel.render(now_, width=size[0], address=address, color=self._screen.color))
+
+    def close_panel(self) -> None:
+        self._closed = True
+
+    def end(self, facts: dict[str, Any], scratch: str) -> dict[str, Any]:
+        """The run is over; what there is to say of it. `scratch` holds the ranks' parts of the trace."""
+        if self._config is not None and self._config.trace is not None:
+            self._merge(os.path.join(scratch, TRACE), self._config.trace)
+        if self.watcher is not None:
+            self._summary = self.watcher.close(facts)
+            self.watcher = None
+        return self._summary
+
+    def last_words(self, facts: dict[str, object]) -> list[str]:
+        if self._config is None or self._config.progress == "off" or not self._summary:
+            return []
+        from . import summary
+
+        return summary.sentences(self._summary, single=summary.single_speed(facts))
+
+    def _merge(self, parts: str, path: str) -> None:
+        from hora.watch import trace
+
+        assert self._screen is not None
+        try:
+            self._screen.say(trace.merge(parts, path))
+        except ValueError as problem:
+            self._screen.say(f"no trace: {problem}")
+
+    def close(self) -> None:
+        if self.watcher is not None:
+            self.watcher.close({})
+            self.watcher = None
+        if self.bell is not None:
+            self.bell.end()
+            self.bell = None
+
+
+class _Witness:
+    """The coordinator's words, as the watcher takes them."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+
+    def hear(self, member: Member, body: bytes) -> None:
+        self._watcher.hear(member, body)
+
+    def see(self, event: Event) -> None:
+        self._watcher.event(event.kind, str(event.member) if event.member else "", event.text)
+
+
+def _algorithm(desk: Desk) -> str:
+    """What `auto` has chosen for the largest gradients, if it has."""
+    for table in desk.values("auto/").values():
+        with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
+            return str(json.loads(table)["rows"][-1]["algorithm"])
+    return ""
+
+
+def _terminal() -> os.terminal_size:
+    return shutil.get_terminal_size()

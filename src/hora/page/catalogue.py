@@ -1,0 +1,57 @@
+"""Catalogue: the list of runs, a line of facts for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..watch.now import Now
+from .runs import Run, Runs
+from .view import encode, state_of
+
+FROM_END = ("seconds", "samples", "samples_per_s", "steps", "values", "workers")
+
+
+def listing(runs: Runs) -> bytes:
+    """All runs, live ones first, then the newest. Only live ones' memories are opened, and those of runs without an
+    end that tells a summary."""
+    return encode({"home": runs.home, "runs": [_line(run) for run in runs.all()]})
+
+
+def _line(run: Run) -> dict[str, Any]:
+    begun, ended = run.begun, run.ended or {}
+    line: dict[str, Any] = {
+        "name": run.name, "live": run.live, "started": begun.get("started"), "ended": ended.get("ended"),
+        "strategy": ended.get("strategy") or begun.get("strategy"), "size": begun.get("size"),
+        "servers": begun.get("servers"), "command": begun.get("command"), "host": begun.get("host"),
+        "code": ended.get("code"), "cause": ended.get("cause"), "seconds": ended.get("seconds"), "problem": "",
+        "remembered": run.mark is not None,
+    }  # fmt: skip
+    told = ""
+    summary = ended.get("summary")
+    try:
+        if not isinstance(summary, dict) or not summary:
+            now = _now(run)
+            if now is not None:
+                told = now.state
+                summary = _of(now)
+        elif run.mark is not None:
+            run.read()  # it says so if it is of another version
+    except ValueError as problem:
+        line["problem"] = str(problem)
+    if isinstance(summary, dict):
+        line |= {key: summary[key] for key in FROM_END if summary.get(key) is not None}
+    line["strategy"] = line["strategy"] or (summary or {}).get("strategy")
+    line["state"] = state_of(run, told)
+    return line
+
+
+def _now(run: Run) -> Now | None:
+    reading = run.read()
+    return reading.now() if reading is not None else None
+
+
+def _of(now: Now) -> dict[str, Any]:
+    return {
+        "seconds": now.seconds, "samples": now.samples, "samples_per_s": now.samples_per_s, "steps": now.step,
+        "values": now.values, "workers": now.size, "strategy": now.strategy,
+    }  # fmt: skip

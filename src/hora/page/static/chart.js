@@ -1,0 +1,311 @@
+// Chart: curves with their low-high bands on a canvas. Pointer and arrow keys read a point.
+
+import { label, logTicks, ticks, timeLabel, timeTicks } from "./axes.js";
+import { color, el, say } from "./dom.js";
+import { number } from "./format.js";
+import { HIGH, LOW, MEAN, X } from "./store.js";
+
+const FONT = '11px system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
+const MARGIN = { top: 8, right: 12, bottom: 20 };
+
+export class Chart {
+  // options: title, unit, from0 (the axis begins at 0), band, swatches (the legend names colours)
+  constructor(parent, options) {
+    this.options = { band: true, ...options };
+    this.title = options.title;
+    this.series = [];
+    this.x = "steps";
+    this.log = false;
+    this.reading = null;
+    this.canvas = el("canvas", { className: "plot", role: "img", tabindex: "0" });
+    this.tip = el("div", { className: "tip", hidden: true });
+    this.newest = el("span", { className: "newest" });
+    this.heading = el("h3", {}, el("span", { text: options.title, title: options.title }), this.newest);
+    this.root = el("figure", { className: "chart" }, this.heading, el("div", { className: "holder" }, this.canvas, this.tip));
+    parent.append(this.root);
+    this.canvas.addEventListener("pointermove", (event) => this.#point(event.offsetX));
+    this.canvas.addEventListener("pointerleave", () => this.#read(null));
+    this.canvas.addEventListener("blur", () => this.#read(null));
+    this.canvas.addEventListener("keydown", (event) => this.#key(event));
+    new ResizeObserver(() => this.redraw()).observe(this.canvas);
+  }
+
+  // series: [{name, color (a CSS variable), points, dash}]
+  set(series, x = this.x, log = this.log) {
+    this.series = series;
+    this.x = x;
+    this.log = log;
+    this.redraw();
+  }
+
+  redraw() {
+    if (this.waiting) return;
+    this.waiting = requestAnimationFrame(() => {
+      this.waiting = 0;
+      this.#draw();
+    });
+  }
+
+  #draw() {
+    const { canvas } = this;
+    const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+    if (!width || !height) return;
+    const scale = devicePixelRatio || 1;
+    if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
+      canvas.width = Math.round(width * scale);
+      canvas.height = Math.round(height * scale);
+    }
+    const pen = canvas.getContext("2d");
+    pen.setTransform(scale, 0, 0, scale, 0, 0);
+    pen.clearRect(0, 0, width, height);
+    pen.font = FONT;
+    this.#describe();
+    const area = this.#area(width, height, pen);
+    if (!area) {
+      pen.fillStyle = color("--muted");
+      pen.textAlign = "center";
+      pen.fillText("nothing yet", width / 2, height / 2);
+      return;
+    }
+    this.#axes(pen, area);
+    pen.save();
+    pen.beginPath();
+    pen.rect(area.left, area.top - 2, area.right - area.left + 4, area.bottom - area.top + 4);
+    pen.clip();
+    if (this.options.band) for (const one of this.series) this.#band(pen, area, one);
+    for (const one of this.series) this.#line(pen, area, one);
+    pen.restore();
+    this.#readings(pen, area);
+  }
+
+  #area(width, height, pen) {
+    const of = X[this.x].of;
+    let [x0, x1, y0, y1, any] = [Infinity, -Infinity, Infinity, -Infinity, false];
+    const [lows, highs] = [[], []];
+    for (const { points } of this.series) {
+      for (const point of points) {
+        const mean = point[MEAN];
+        if (mean === null || (this.log && mean <= 0)) continue;
+        any = true;
+        const x = of(point);
+        if (x < x0) x0 = x;
+        if (x > x1) x1 = x;
+        if (mean < y0) y0 = mean;
+        if (mean > y1) y1 = mean;
+        if (this.options.band) {
+          if (!this.log || point[LOW] > 0) lows.push(point[LOW]);
+          highs.push(point[HIGH]);
+        }
+      }
+    }
+    if (!any) return null;
+    // a few outliers in the band do not press the curve flat
+    if (lows.length > 20) y0 = Math.min(y0, quantile(lows, 0.02));
+    else if (lows.length) y0 = Math.min(y0, ...lows);
+    if (highs.length) y1 = Math.max(y1, highs.length > 20 ? quantile(highs, 0.98) : Math.max(...highs));
+    if (this.options.from0) y0 = Math.min(0, y0);
+    if (x0 > 0 && x0 < (x1 - x0) * 0.2) x0 = 0;
+    if (x1 <= x0) [x0, x1] = [x0 - 0.5, x0 + 0.5];
+    if (this.log) [y0, y1] = y1 > y0 * 1.01 ? [y0 / 1.05, y1 * 1.05] : [y0 / 1.5, y1 * 1.5];
+    else if (y1 - y0 > Math.abs(y1) * 1e-9) [y0, y1] = [this.options.from0 && y0 === 0 ? 0 : y0 - (y1 - y0) * 0.04, y1 + (y1 - y0) * 0.06];
+    else [y0, y1] = this.options.from0 && y1 > 0 ? [0, y1 * 1.2] : [y0 - (Math.abs(y0) * 0.1 || 1), y1 + (Math.abs(y1) * 0.1 || 1)];
+    const rows = Math.max(2, Math.floor((height - MARGIN.top - MARGIN.bottom) / 26));
+    const yTicks = this.log ? logTicks(y0, y1) : ticks(y0, y1, rows);
+    const yLabels = yTicks.map((tick) => (this.log ? number(tick, 2) : label(tick, yTicks)));
+    const left = Math.ceil(Math.max(18, ...yLabels.map((text) => pen.measureText(text).width))) + 8;
+    const [top, right, bottom] = [MARGIN.top, width - MARGIN.right, height - MARGIN.bottom];
+    const toY = this.log ? (v) => (Math.log(v) - Math.log(y0)) / (Math.log(y1) - Math.log(y0)) : (v) => (v - y0) / (y1 - y0);
+    return {
+      left, top, right, bottom, x0, x1, yTicks, yLabels,
+      x: (value) => left + ((value - x0) / (x1 - x0)) * (right - left),
+      y: (value) => bottom - (this.log && value <= 0 ? -1 : toY(value)) * (bottom - top),
+    };
+  }
+
+  #axes(pen, area) {
+    pen.lineWidth = 1;
+    pen.strokeStyle = color("--grid");
+    pen.fillStyle = color("--muted");
+    pen.textBaseline = "middle";
+    pen.textAlign = "right";
+    area.yTicks.forEach((tick, place) => {
+      const y = Math.round(area.y(tick)) + 0.5;
+      if (y < area.top - 1 || y > area.bottom + 1) return;
+      pen.beginPath();
+      pen.moveTo(area.left, y);
+      pen.lineTo(area.right, y);
+      pen.stroke();
+      pen.fillText(area.yLabels[place], area.left - 6, y);
+    });
+    const time = this.x === "time";
+    const columns = Math.max(2, Math.floor((area.right - area.left) / (time ? 64 : 48)));
+    const found = (time ? timeTicks : ticks)(area.x0, area.x1, columns).filter((tick) => time || Number.isInteger(tick));
+    pen.textBaseline = "alphabetic";
+    let end = -Infinity;
+    for (const tick of found) {
+      const text = time ? timeLabel(tick) : label(tick, found);
+      const half = pen.measureText(text).width / 2;
+      const x = Math.min(Math.max(area.x(tick), half), area.right + MARGIN.right - half);
+      if (x - half < end + 8) continue;
+      pen.textAlign = "center";
+      pen.fillText(text, x, area.bottom + 15);
+      end = x + half;
+    }
+  }
+
+  #band(pen, area, one) {
+    const of = X[this.x].of;
+    pen.fillStyle = color(one.color);
+    pen.globalAlpha = 0.16;
+    for (const run of runs(one.points, this.log)) {
+      if (run.length < 2) continue;
+      pen.beginPath();
+      for (const point of run) pen.lineTo(area.x(of(point)), area.y(point[HIGH]));
+      for (let place = run.length - 1; place >= 0; place -= 1) pen.lineTo(area.x(of(run[place])), area.y(run[place][LOW]));
+      pen.fill();
+    }
+    pen.globalAlpha = 1;
+  }
+
+  #line(pen, area, one) {
+    const of = X[this.x].of;
+    pen.strokeStyle = pen.fillStyle = color(one.color);
+    pen.lineWidth = 1.6;
+    pen.lineJoin = "round";
+    for (const run of runs(one.points, this.log)) {
+      pen.beginPath();
+      for (const point of run) pen.lineTo(area.x(of(point)), area.y(point[MEAN]));
+      pen.stroke();
+      const last = run[run.length - 1];
+      if (run.length === 1 || last === one.points[one.points.length - 1]) {
+        pen.beginPath();
+        pen.arc(area.x(of(last)), area.y(last[MEAN]), 2.6, 0, 7);
+        pen.fill();
+      }
+    }
+  }
+
+  #readings(pen, area) {
+    this.area = area;
+    if (this.reading === null) {
+      this.tip.hidden = true;
+      return;
+    }
+    const at = Math.min(Math.max(this.reading, area.x0), area.x1);
+    const of = X[this.x].of;
+    const found = this.series.map((one) => ({ one, point: nearest(one.points, of, at) })).filter(({ point }) => point);
+    if (!found.length) return;
+    const close = found.reduce((best, next) => (Math.abs(of(next.point) - at) < Math.abs(of(best.point) - at) ? next : best));
+    const x = area.x(of(close.point));
+    pen.strokeStyle = color("--muted");
+    pen.setLineDash([3, 3]);
+    pen.beginPath();
+    pen.moveTo(Math.round(x) + 0.5, area.top);
+    pen.lineTo(Math.round(x) + 0.5, area.bottom);
+    pen.stroke();
+    pen.setLineDash([]);
+    for (const { one, point } of found) {
+      if (point[MEAN] === null) continue;
+      pen.fillStyle = color(one.color);
+      pen.beginPath();
+      pen.arc(area.x(of(point)), area.y(point[MEAN]), 3.5, 0, 7);
+      pen.fill();
+    }
+    const shownX = this.x === "time" ? timeLabel(of(close.point)) : of(close.point).toLocaleString("en");
+    const lines = [el("b", { text: `${X[this.x].label} ${shownX}` })];
+    for (const { one, point } of found) {
+      const spread = point[HIGH] > point[LOW] && this.options.band ? ` (${number(point[LOW])} to ${number(point[HIGH])})` : "";
+      const named = this.series.length > 1 ? `${one.name}: ` : "";
+      lines.push(el("span", { text: `${named}${number(point[MEAN])}${spread}` }));
+    }
+    this.tip.replaceChildren(...lines);
+    this.tip.hidden = false;
+    const room = this.canvas.clientWidth - this.tip.offsetWidth;
+    this.tip.style.left = `${Math.max(0, Math.min(room, x > this.canvas.clientWidth / 2 ? x - this.tip.offsetWidth - 10 : x + 10))}px`;
+  }
+
+  #describe() {
+    const parts = this.series.filter((one) => one.points.length).map((one) => {
+      const value = number(last(one.points));
+      return this.series.length > 1 ? `${one.name} ${value}` : value;
+    });
+    const points = this.series.reduce((sum, one) => sum + one.points.length, 0);
+    const end = Math.max(...this.series.filter((one) => one.points.length).map((one) => X.steps.of(one.points[one.points.length - 1])));
+    this.canvas.dataset.points = points;
+    this.canvas.dataset.end = points ? end : "";
+    const what = parts.length ? `newest ${parts.join(", ")} at step ${end}` : "nothing yet";
+    this.canvas.setAttribute("aria-label", `${this.title} over ${X[this.x].label}: ${what}`);
+    this.#legend(parts);
+  }
+
+  // beside the title: the newest value, or with several curves whose colour is whose
+  #legend(parts) {
+    if (this.series.length < 2) {
+      say(this.newest, parts[0] ?? "");
+      this.legend = "";
+      return;
+    }
+    const key = JSON.stringify(this.series.map((one) => [one.name, one.color]));
+    if (key === this.legend) return;
+    this.legend = key;
+    this.newest.replaceChildren(...this.series.map((one) => {
+      const swatch = el("i", { className: "swatch" });
+      swatch.style.background = `var(${one.color})`;
+      return el("span", {}, swatch, one.name);
+    }));
+  }
+
+  #point(offset) {
+    if (!this.area) return;
+    const { left, right, x0, x1 } = this.area;
+    this.#read(x0 + ((offset - left) / (right - left)) * (x1 - x0));
+  }
+
+  #read(at) {
+    this.reading = at;
+    this.redraw();
+  }
+
+  #key(event) {
+    if (!this.area) return;
+    if (event.key === "Escape") return this.#read(null);
+    const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!way) return;
+    event.preventDefault();
+    const { x0, x1 } = this.area;
+    this.#read(Math.min(x1, Math.max(x0, (this.reading ?? x1) + (way * (x1 - x0)) / 50)));
+  }
+}
+
+// stretches without a gap
+function* runs(points, log) {
+  let run = [];
+  for (const point of points) {
+    if (point[MEAN] === null || (log && point[MEAN] <= 0)) {
+      if (run.length) yield run;
+      run = [];
+    } else run.push(point);
+  }
+  if (run.length) yield run;
+}
+
+function last(points) {
+  for (let place = points.length - 1; place >= 0; place -= 1) if (points[place][MEAN] !== null) return points[place][MEAN];
+  return NaN;
+}
+
+function nearest(points, of, at) {
+  if (!points.length) return null;
+  let [low, high] = [0, points.length - 1];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (of(points[middle]) < at) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && at - of(points[low - 1]) < of(points[low]) - at ? points[low - 1] : points[low];
+}
+
+function quantile(values, share) {
+  const sorted = Float64Array.from(values.filter((value) => value !== null)).sort();
+  return sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
+}

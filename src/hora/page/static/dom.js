@@ -1,0 +1,94 @@
+// Elements, made of text and attributes alone: nothing that a run says is ever read as HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export function el(name, facts = {}, ...children) {
+  return fill(document.createElement(name), facts, children);
+}
+
+export function svg(name, facts = {}, ...children) {
+  return fill(document.createElementNS(SVG, name), facts, children);
+}
+
+function fill(node, facts, children) {
+  for (const [key, value] of Object.entries(facts)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (key === "text") node.textContent = value;
+    else node.setAttribute(key === "className" ? "class" : key, value === true ? "" : String(value));
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+export function $(id) {
+  return document.getElementById(id);
+}
+
+export function say(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+export function set(node, name, value) {
+  const text = String(value);
+  if (node.getAttribute(name) !== text) node.setAttribute(name, text);
+}
+
+// As many children as there are items: `make` for a new one, `update` for all. Those that stay are not built anew.
+export function keep(parent, items, key, make, update) {
+  const known = parent.horaKept ?? (parent.horaKept = new Map());
+  const wanted = new Set(items.map(key));
+  for (const [name, node] of known) {
+    if (!wanted.has(name)) {
+      node.remove();
+      known.delete(name);
+    }
+  }
+  items.forEach((item, place) => {
+    let node = known.get(key(item));
+    if (!node) known.set(key(item), (node = make(item)));
+    if (parent.children[place] !== node) parent.insertBefore(node, parent.children[place] ?? null);
+    update?.(node, item);
+  });
+}
+
+export async function ask(path, options = {}) {
+  const response = await fetch(path, { credentials: "omit", ...options });
+  let told = null;
+  try {
+    told = await response.json();
+  } catch {
+    throw new Error(`${response.status} without a sentence`);
+  }
+  if (!response.ok) throw new Error(told?.error ?? `${response.status}`);
+  return told;
+}
+
+export function theme() {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+}
+
+// The switch in the header; `changed` redraws what has colours of its own.
+export function themeSwitch(button, changed) {
+  const show = () => {
+    button.textContent = theme() === "dark" ? "☀" : "☾";
+    button.setAttribute("aria-label", theme() === "dark" ? "Switch to the light theme" : "Switch to the dark theme");
+    button.title = button.getAttribute("aria-label");
+  };
+  button.addEventListener("click", () => {
+    const next = theme() === "dark" ? "light" : "dark";
+    document.documentElement.dataset.theme = next;
+    try { localStorage.setItem("hora-theme", next); } catch { /* not remembered then */ }
+    show();
+    changed();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { show(); changed(); });
+  show();
+}
+
+export function color(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+export const PALETTE = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];

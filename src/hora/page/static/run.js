@@ -1,0 +1,200 @@
+// The page of one run.
+
+import { Chart } from "./chart.js";
+import { $, PALETTE, ask, el, keep, say, set, themeSwitch } from "./dom.js";
+import { bytes, date, duration, number, percent, short, whole } from "./format.js";
+import { Live } from "./live.js";
+import { Histograms, Lags, Predictor, showConfig, showEvents } from "./panels.js";
+import { Scene } from "./scene.js";
+import { Store } from "./store.js";
+import { Workers } from "./workers.js";
+
+const FIRST = ["loss", "train_loss", "train/loss"];
+const MANY = 9; // charts of values that are shown at once
+const STATES = { starting: "starting", running: "running", ended: "ended", failed: "failed", lost: "broken off" };
+
+const name = decodeURIComponent(location.pathname.split("/")[2] ?? "");
+const store = new Store();
+const charts = new Map();
+const scene = new Scene($("scene"), $("scene-caption"));
+const workers = new Workers($("workers"), $("strip-axis"));
+const lags = new Lags($("lags"));
+const histograms = new Histograms($("histograms"));
+const predictor = new Predictor(name);
+let all = false;
+
+const live = new Live(name, (kind, told) => {
+  if (kind === "whole") store.whole(told);
+  else if (kind === "change") store.change(told);
+  show();
+}, (text) => {
+  $("link").hidden = !text;
+  say($("link"), text);
+});
+
+function choice(group) {
+  return document.querySelector(`input[name="${group}"]:checked`).value;
+}
+
+function show() {
+  head();
+  problem();
+  const now = store.now;
+  $("body").hidden = !now;
+  if (!now) return;
+  banner(now);
+  tiles(now);
+  curves();
+  scene.update(now, store.told.live && now.state !== "ended");
+  workers.update(store, choice("x"));
+  servers(now);
+  const words = lags.show(now.lags);
+  $("lag-card").hidden = !words;
+  say($("lag-words"), words);
+  $("histogram-card").hidden = !Object.keys(store.histograms).length;
+  $("histogram-card").classList.toggle("wide", Object.keys(store.histograms).length > 2);
+  histograms.show(store.histograms);
+  showEvents($("events"), store.events);
+  $("no-events").hidden = store.events.length > 0;
+  predictor.show(store.told.live ? now.serving : "");
+  $("predict-card").hidden = !(store.told.live && now.serving) && !store.told.run?.serve;
+}
+
+function head() {
+  const { told, now } = store;
+  const state = told.state ?? "starting";
+  say($("state"), STATES[state] ?? state);
+  set($("state"), "class", `pill ${state}`);
+  document.title = `${now ? `${short(now.step)} · ` : ""}${name} · Hora`;
+  const run = told.run ?? {};
+  const strategy = now?.strategy || told.end?.strategy || run.strategy || "";
+  const size = now?.workers.length || run.size;
+  const parts = [strategy, size ? `${size} ${size === 1 ? "worker" : "workers"}` : "", now?.servers.length ? `${now.servers.length} ${now.servers.length === 1 ? "server" : "servers"}` : "",
+    run.host ? `on ${run.host}` : "", run.started ? `since ${date(run.started)}` : "", (run.command ?? []).join(" ")];
+  say($("about"), parts.filter(Boolean).join(" · "));
+  showConfig($("config"), { ...run, ended: told.end ? { ...told.end, summary: undefined } : undefined });
+}
+
+function problem() {
+  const { told } = store;
+  const end = told.end;
+  let text = told.problem ?? "";
+  if (!text && told.remembered === false) text = told.live ? "The run has not told anything yet." : "This run kept no memory of its curves: it is from an older version of Hora, or its directory could not be written. What is known of it stands below.";
+  if (!text && told.state === "failed") text = `It ended with code ${end?.code}${end?.cause ? `: ${typeof end.cause === "string" ? end.cause : JSON.stringify(end.cause)}` : ""}`;
+  if (!text && told.state === "lost") text = "Its launcher went without a word; this is what was known then.";
+  $("problem").hidden = !text;
+  say($("problem"), text);
+}
+
+function banner(now) {
+  const slow = now.workers.filter((worker) => worker.slow && worker.state === "alive");
+  const text = store.told.live ? slow.map((worker) => `${worker.name} is slow: ${number(worker.compute_s * 1000, 3)} ms of compute per step, ${worker.slow.toFixed(1)} times the others'`).join("; ") : "";
+  $("banner").classList.toggle("shown", Boolean(text));
+  say($("banner"), text);
+}
+
+function tiles(now) {
+  const values = Object.entries(now.values);
+  const main = values.find(([one]) => FIRST.includes(one)) ?? values[0];
+  const epoch = now.epoch !== null && now.epoch !== undefined ? `${now.epoch}${now.epochs ? ` of ${now.epochs}` : ""}` : "";
+  const over = now.state === "ended" || !store.told.live;
+  const speed = over ? store.told.summary?.samples_per_s ?? now.samples_per_s : now.samples_per_s;
+  const found = [
+    ["Step", whole(now.step), epoch ? `epoch ${epoch}` : now.steps_per_s && !over ? `${number(now.steps_per_s, 3)} per second` : ""],
+    main ? [main[0], number(main[1]), "newest"] : null,
+    ["Samples per second", short(speed || 0), `${short(now.samples)} in all`],
+    ["Time", duration(now.seconds), over ? "from start to end" : now.eta_s ? `about ${duration(now.eta_s)} to go` : "since the start"],
+    now.bytes_per_step ? ["Sent per step", bytes(now.bytes_per_step), now.hidden !== null && now.hidden !== undefined ? `${percent(now.hidden)} hidden by compute` : "by one worker"] : null,
+    now.rounds !== null && now.rounds !== undefined ? ["Rounds", whole(now.rounds), ""] : null,
+    ["Checkpoints", whole(now.checkpoints), now.skipped ? `${whole(now.skipped)} steps skipped` : ""],
+  ].filter(Boolean);
+  keep($("tiles"), found, (tile) => tile[0], (tile) => el("div", { className: "tile" }, el("dt", { text: tile[0], title: tile[0] }), el("dd"), el("p")), (node, tile) => {
+    say(node.children[1], tile[1]);
+    say(node.children[2], tile[2]);
+  });
+  $("progress").hidden = now.progress === null || now.progress === undefined || over;
+  if (!$("progress").hidden) {
+    $("progress").value = now.progress;
+    set($("progress"), "aria-label", `Progress: ${percent(now.progress)}`);
+  }
+}
+
+function curves() {
+  const [x, log] = [choice("x"), $("log").checked];
+  const names = store.names("value/").map((one) => one.slice(6));
+  names.sort((a, b) => rankOf(a) - rankOf(b) || a.localeCompare(b));
+  const shown = all ? names : names.slice(0, MANY);
+  $("more").hidden = names.length <= MANY;
+  say($("more"), all ? "Show fewer" : `Show all ${names.length}`);
+  const [first, ...rest] = shown;
+  const wanted = new Set();
+  const put = (key, holder, options, points, hue) => {
+    wanted.add(key);
+    let chart = charts.get(key);
+    if (!chart) charts.set(key, (chart = new Chart($(holder), options)));
+    chart.set([{ name: options.title, color: hue, points }], x, log && key.startsWith("value/"));
+  };
+  if (first !== undefined) put(`value/${first}`, "main-chart", { title: first }, store.curves.get(`value/${first}`).points, PALETTE[0]);
+  else $("main-chart").replaceChildren(el("p", { className: "empty", text: "Nothing was logged yet: job.log(loss=loss) draws a curve here." }));
+  if (first !== undefined) $("main-chart").querySelector(".empty")?.remove();
+  const speed = store.curves.get("speed");
+  if (speed) put("speed", "small-charts", { title: "samples per second", from0: true }, speed.points, PALETTE[5]);
+  rest.forEach((one, place) => put(`value/${one}`, "small-charts", { title: one }, store.curves.get(`value/${one}`).points, PALETTE[[2, 1, 4, 3, 6, 7][place % 6]]));
+  for (const kind of ["busy", "queue"]) {
+    const found = store.now.servers.map((server) => store.curves.get(`server/${server.number}/${kind}`)?.points);
+    if (!found.some((points) => points?.length)) continue;
+    const key = `server/${kind}`;
+    wanted.add(key);
+    const title = kind === "busy" ? "servers: busy share" : "servers: queue";
+    if (!charts.has(key)) charts.set(key, new Chart($("small-charts"), { title, from0: true, band: false }));
+    charts.get(key).set(found.map((points, k) => ({ name: `server ${k}`, color: PALETTE[k % 8], points: points ?? [] })), x, false);
+  }
+  for (const [key, chart] of charts) {
+    if (!wanted.has(key)) {
+      chart.root.remove();
+      charts.delete(key);
+    }
+  }
+}
+
+function rankOf(value) {
+  return FIRST.includes(value) ? 0 : /loss/i.test(value) ? 1 : /acc/i.test(value) ? 2 : 3;
+}
+
+function servers(now) {
+  $("server-card").hidden = !now.servers.length;
+  keep($("servers"), now.servers, (server) => server.number, () => el("tr", {}, ...Array.from({ length: 7 }, () => el("td"))), (row, server) => {
+    const cells = [`server ${server.number}${server.state === "alive" ? "" : ` · ${server.state}`}`, bytes(server.load_bytes), percent(server.busy), whole(server.queue), `${number(server.updates_per_s, 3)}/s`,
+      `${bytes(server.bytes_in_per_s)}/s`, `${bytes(server.bytes_out_per_s)}/s`];
+    cells.forEach((text, place) => say(row.children[place], text));
+  });
+}
+
+function redraw() {
+  for (const chart of charts.values()) chart.redraw();
+  workers.redraw();
+  lags.redraw();
+  histograms.redraw();
+}
+
+say($("name"), name);
+$("compare").href = `/compare?runs=${encodeURIComponent(name)}`;
+themeSwitch($("theme"), redraw);
+for (const input of document.querySelectorAll('input[name="x"], #log')) {
+  input.addEventListener("change", () => store.now && (curves(), workers.update(store, choice("x"))));
+}
+$("more").addEventListener("click", () => {
+  all = !all;
+  curves();
+});
+try {
+  const told = await ask(`/api/runs/${encodeURIComponent(name)}`);
+  store.whole(told);
+  show();
+  if (told.live) live.start();
+} catch (error) {
+  $("problem").hidden = false;
+  say($("problem"), error.message);
+  say($("state"), "not found");
+}
+document.documentElement.dataset.ready = "yes";

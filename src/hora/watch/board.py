@@ -1,0 +1,362 @@
+"""Board: the run as it is now, its curves and its events, made of what was heard; a pure state machine.
+
+What it keeps is bounded, however long the run and however many come and go. Times are seconds since the run began.
+Where workers step together or in rounds, the least exposed communication that any of them has per step is what
+communication takes; what another has beyond it, it waited for slower ones. Elsewhere all of it is communication.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+from collections.abc import Iterable
+from typing import TypeVar
+
+from ..coordinator.messages import Member
+from ..strategies import parse
+from .curve import LIMIT, STRIP_LIMIT, Curve
+from .forecast import Forecast
+from .logbook import Logbook, Logged
+from .members import Members
+from .now import Event, Now
+from .report import Histogram, Keeping, Notice, Report, Row, Work
+from .sound import MOST_RANKS, is_sound, is_sound_histogram, is_sound_notice, is_sound_row, plain
+from .stragglers import Change, Stragglers
+from .track import Track
+
+KINDS = ("joined", "left", "died", "slow", "even", "checkpoint", "restore", "skipped", "stop", "serving", "end")
+MAX_EVENTS = 500
+MAX_TEXT_CHARS = 500
+MAX_STRIPS = 64  # workers whose compute, waiting and communication are kept as curves
+RESTORE_S = 10.0  # within which all workers go back to an earlier step, if one does
+_SEAT = re.compile(r"(rank|server) (\d{1,7})\b")
+_PARTS = ("compute", "wait", "comm")
+_Number = TypeVar("_Number", int, float)
+
+
+class Board:
+    """For one thread. `lost` counts reports that could not be used; whoever drops one adds to it."""
+
+    def __init__(self, *, run: str = "", size: int = 0, strategy: str = "") -> None:
+        self.curves: dict[str, Curve] = {}
+        self.events: collections.deque[Event] = collections.deque(maxlen=MAX_EVENTS)
+        self.lost = 0
+        self.heard_at = 0.0
+        self._run = plain(run, MAX_TEXT_CHARS)
+        self._size = size
+        self._strategy = self._algorithm = self._serving = ""
+        self._together = True
+        self._state = "starting"
+        self._step = self._samples = 0
+        self._members = Members()
+        self._logbook = Logbook(self.curves)
+        self._stragglers = Stragglers()
+        self._forecast = Forecast()
+        self._strips: set[int] = set()
+        self._new_events: collections.deque[Event] = collections.deque(maxlen=MAX_EVENTS)
+        self._noticed: collections.deque[tuple[str, int, int]] = collections.deque(maxlen=MAX_EVENTS)
+        self._restored: tuple[float, int, set[int]] | None = None  # when, to which step, and who has gone back
+        self._number = self._checkpoints = self._skipped = 0
+        self._began_at: float | None = None  # the first step
+        self._worked_at = 0.0
+        self.settle(strategy=strategy)
+
+    # -- what is heard -----------------------------------------------------------------------------------------------
+
+    def settle(self, *, strategy: str | None = None, algorithm: str | None = None, serving: str | None = None) -> None:
+        """What becomes known of the run while it goes on. None changes nothing; `serving` alone may become empty."""
+        if strategy:
+            self._strategy, self._together = plain(strategy, MAX_TEXT_CHARS), _step_together(strategy)
+        if algorithm:
+            self._algorithm = plain(algorithm, MAX_TEXT_CHARS)
+        if serving is not None:
+            self._serving = plain(serving, MAX_TEXT_CHARS)
+
+    def hear(self, member: Member, report: Report, now: float) -> None:
+        """A report that says what cannot be counts as lost."""
+        self.heard_at = now
+        roles = ("worker",) if isinstance(report, Work) else ("worker", "server")
+        if member.role not in roles or not 0 <= member.rank < MOST_RANKS or not is_sound(report):
+            self.lost += 1
+        elif isinstance(report, Work):
+            self._hear_worker(plain(str(member), MAX_TEXT_CHARS), member.rank, report, now)
+        else:
+            self._hear_server(plain(str(member), MAX_TEXT_CHARS), report, now)
+
+    def event(self, kind: str, who: str, text: str, now: float, step: int | None = None) -> None:
+        """Something that happened. `who` is a member as str(member) has it, "rank 3 (host a, pid 7)" or "server 0 (…)",
+        whose state then follows from `joined`, `left` and `died`; or anything else. What is none of KINDS is passed
+        over. After `end` the run has ended."""
+        if kind not in KINDS:
+            return
+        self.heard_at = now
+        who = plain(who, MAX_TEXT_CHARS)
+        seat = _SEAT.match(who)
+        if seat is not None and kind in ("joined", "left", "died"):
+            self._members.change("server" if seat[1] == "server" else "worker", int(seat[2]), who, kind)
+            if seat[1] == "rank":
+                self._stragglers.forget(int(seat[2]))
+        if kind == "end":
+            self._state = "ended"
+        self._number += 1
+        heard = Event(
+            number=self._number,
+            at=now,
+            step=self._step if step is None else step,
+            kind=kind,
+            who=who,
+            text=plain(text, MAX_TEXT_CHARS),
+        )
+        self.events.append(heard)
+        self._new_events.append(heard)
+
+    def tick(self, now: float) -> None:
+        """Adds to the curves of speed and of the workers; to be called a few times a second."""
+        self.heard_at = now
+        live = self._members.live()
+        least_s = self._members.least_exposed_s()
+        for track in live:
+            fresh = track.take_fresh()
+            if fresh is not None and (track.rank in self._strips or len(self._strips) < MAX_STRIPS):
+                self._strips.add(track.rank)
+                compute_s, exposed_s = fresh
+                comm_s = min(exposed_s, least_s) if self._together else exposed_s
+                for part, seconds in zip(_PARTS, (compute_s, exposed_s - comm_s, comm_s), strict=True):
+                    self._add(f"rank/{track.rank}/{part}", now, seconds, STRIP_LIMIT)
+        if live and self._state == "running":
+            self._add("speed", now, sum(track.rate(now)[0] for track in live), LIMIT)
+            progress = _most(track.progress for track in live)
+            if progress is not None:
+                self._forecast.add(now, progress)
+
+    # -- what is shown -----------------------------------------------------------------------------------------------
+
+    def now(self, at: float) -> Now:
+        """The run at this moment; nothing here changes it afterwards."""
+        everyone = [self._members.workers[rank] for rank in sorted(self._members.workers)]
+        live = [track for track in everyone if track.alive]
+        comm_s = self._members.least_exposed_s() if self._together else math.inf
+        rates = [track.rate(at) for track in live]
+        servers = [self._members.servers[number].show(at) for number in sorted(self._members.servers)]
+        lags: collections.Counter[int] = collections.Counter()
+        for server in servers:
+            lags.update(server.lags)
+        totals = self._members.totals()
+        return Now(
+            run=self._run,
+            strategy=self._strategy,
+            algorithm=self._algorithm,
+            size=self._size,
+            state=self._state,
+            seconds=at,
+            step=self._step,
+            epoch=_most(track.epoch for track in live or everyone),
+            epochs=_most(track.epochs for track in live or everyone),
+            progress=self._forecast.progress,
+            eta_s=self._forecast.eta_s(at) if self._state == "running" else None,
+            samples=self._samples,
+            samples_per_s=sum(rate for rate, _ in rates),
+            steps_per_s=max((rate for _, rate in rates), default=0.0),
+            bytes_per_step=totals.sent_bytes / totals.steps if totals.steps else 0.0,
+            hidden=totals.hidden,
+            values=self._logbook.newest(live, everyone),
+            workers=[track.show(at, comm_s=comm_s, slow=self._stragglers.factor(track.rank)) for track in everyone],
+            servers=servers,
+            lags=dict(sorted(lags.items())),
+            rounds=_most(track.rounds for track in everyone),
+            checkpoints=self._checkpoints,
+            skipped=self._skipped,
+            slowest=self._members.slowest(),
+            serving=self._serving,
+            lost_reports=self.lost,
+        )
+
+    def summary(self, at: float | None = None) -> dict[str, object]:
+        """The run in a few numbers, now or at the last moment known; the rate is from the first step to the last."""
+        totals, everyone = self._members.totals(), list(self._members.workers.values())
+        worked_s = self._worked_at - self._began_at if self._began_at is not None else 0.0
+        return {
+            "samples": self._samples,
+            "seconds": self.heard_at if at is None else at,
+            "samples_per_s": self._samples / worked_s if worked_s > 0 else 0.0,
+            "steps": self._step,
+            "bytes_per_step": totals.sent_bytes / totals.steps if totals.steps else 0.0,
+            "hidden": totals.hidden,
+            "slowest": self._members.slowest(),
+            "checkpoints": self._checkpoints,
+            "skipped": self._skipped,
+            "rounds": _most(track.rounds for track in everyone),
+            "values": self._logbook.newest(self._members.live(), everyone),
+            "workers": self._members.seen,
+        }
+
+    def leads(self, name: str, rank: int) -> bool:
+        """Whether this is the lowest live rank of those that log `name`: where one worker's values stand for all."""
+        return self._logbook.leads(name, rank)
+
+    def take_events(self) -> list[Event]:
+        """Those since this was last asked, MAX_EVENTS at most."""
+        taken, self._new_events = self._new_events, collections.deque(maxlen=MAX_EVENTS)
+        return list(taken)
+
+    def take_rows(self) -> list[Logged]:
+        """What was logged since this was last asked; the oldest are missing if that was long ago."""
+        return self._logbook.take_rows()
+
+    def histograms(self, after: int = 0) -> tuple[int, list[Histogram]]:
+        """How many ever came, and those after the first `after`, the newest of each name; on the run's clock."""
+        return self._logbook.histograms(after)
+
+    # -- workers and servers -----------------------------------------------------------------------------------------
+
+    def _hear_worker(self, name: str, rank: int, report: Work, now: float) -> None:
+        track = self._members.worker(rank, name)
+        if track is None:
+            self.lost += 1
+            return
+        for gone in self._members.take_forgotten():
+            self._forget(gone)
+        if self._state == "starting":
+            self._state = "running"
+        if report.steps:
+            first_at = max(0.0, now - report.seconds)
+            self._began_at = first_at if self._began_at is None else min(self._began_at, first_at)
+            self._worked_at = now
+        before_at = track.heard_at if track.heard_at is not None else now - report.seconds
+        before, self._samples = track.run_samples, self._samples + report.samples
+        rows = [row for row in report.rows if is_sound_row(row)]
+        self.lost += len(report.rows) - len(rows)
+        back = _gone_back(track.row_step, rows)
+        came_back = back is not None or report.step < track.step
+        if came_back:
+            rows = rows[back or 0 :]
+            self._go_back(track, rows[0].step - 1 if back is not None else max(0, report.step - report.steps), now)
+        stale = not came_back and self._is_stale(track, report, now)
+        track.hear(report, now)
+        track.run_samples = self._samples
+        if stale and self._restored is not None:
+            track.step = min(track.step, self._restored[1])
+        else:
+            self._log_rows(track, rows, report, now, before_at, before)
+            self._log_rest(track, report, now)
+        self._step = max(self._step, track.step)
+        live = self._members.live_ranks
+        change = self._stragglers.hear(rank, report.computes, live, now) if track.alive else None
+        if change is not None:
+            self.event("slow" if change.slow else "even", track.name, _words(track.name, change), now)
+
+    def _log_rows(self, track: Track, rows: list[Row], report: Work, now: float, before_at: float, before: int) -> None:
+        """Since `before_at`, when they were `before`, the run's samples have grown evenly, it is taken."""
+        for row in rows:
+            at = _on_our_clock(row.at, report, now)
+            share = min(1.0, max(0.0, (at - before_at) / (now - before_at))) if now > before_at else 1.0
+            samples = before + round((self._samples - before) * share)
+            self._logbook.add(track, row, at, samples, self._members.live_ranks)
+            track.row_step = row.step
+
+    def _log_rest(self, track: Track, report: Work, now: float) -> None:
+        for histogram in report.histograms:
+            if is_sound_histogram(histogram):
+                at = _on_our_clock(histogram.at, report, now)
+                self._logbook.add_histogram(track.rank, histogram, at, self._members.live_ranks)
+            else:
+                self.lost += 1
+        for notice in report.notices:
+            if is_sound_notice(notice):
+                self._note(track, notice, _on_our_clock(notice.at, report, now))
+            else:
+                self.lost += 1
+
+    def _note(self, track: Track, notice: Notice, at: float) -> None:
+        """An event; what all workers do at one step is one, though each of them tells."""
+        own = notice.kind == "skipped" and not self._together
+        seen = (notice.kind, notice.step, track.rank if own else -1)
+        if seen in self._noticed:
+            return
+        self._noticed.append(seen)
+        self._checkpoints += notice.kind == "checkpoint"
+        self._skipped += notice.kind == "skipped"
+        self.event(notice.kind, track.name, notice.text, at, notice.step)
+
+    def _hear_server(self, name: str, report: Keeping, now: float) -> None:
+        server = self._members.server(report.server, name)
+        if server is None:
+            self.lost += 1
+            return
+        server.hear(report, now)
+        if report.seconds > 0:
+            self._add(f"server/{report.server}/busy", now, min(1.0, report.busy_s / report.seconds), STRIP_LIMIT)
+        self._add(f"server/{report.server}/queue", now, report.queue, STRIP_LIMIT)
+
+    def _forget(self, rank: int) -> None:
+        self._stragglers.forget(rank)
+        self._strips.discard(rank)
+        for part in _PARTS:
+            self.curves.pop(f"rank/{rank}/{part}", None)
+
+    # -- a restored run ----------------------------------------------------------------------------------------------
+
+    def _go_back(self, track: Track, step: int, now: float) -> None:
+        """This worker is at an earlier step again. The first to be so takes the run with it; the others follow."""
+        track.row_step = 0
+        if self._restored is not None:
+            at, _, followed = self._restored
+            if now - at < RESTORE_S and track.rank not in followed:
+                followed.add(track.rank)
+                return
+        self._restored = (now, step, {track.rank})
+        for curve in self.curves.values():
+            curve.rewind(step)
+        for other in self._members.workers.values():
+            other.step = min(other.step, step)
+        self._step = min(self._step, step)
+        self._forecast.clear()
+        self._noticed.clear()
+
+    def _is_stale(self, track: Track, report: Work, now: float) -> bool:
+        """Whether this worker tells of steps that others have gone back from, and has not followed yet."""
+        if self._restored is None:
+            return False
+        at, step, followed = self._restored
+        return now - at < RESTORE_S and track.rank not in followed and track.heard_at is not None and report.step > step
+
+    def _add(self, name: str, at: float, value: float, limit: int) -> None:
+        curve = self.curves.get(name)
+        if curve is None:
+            curve = self.curves[name] = Curve(limit)
+        curve.add(self._step, at, self._samples, value)
+
+
+def _step_together(strategy: str) -> bool:
+    """Whether workers wait for each other, at every step or in rounds."""
+    try:
+        known = parse(strategy)
+    except ValueError:
+        return True
+    return getattr(known, "mode", "sync") == "sync" and getattr(known, "barrier", True)
+
+
+def _gone_back(step: int, rows: list[Row]) -> int | None:
+    """The first row after the last that has a later step than the next, if one has."""
+    steps = [step, *(row.step for row in rows)]
+    return max((index for index in range(len(rows)) if steps[index + 1] < steps[index]), default=None)
+
+
+def _on_our_clock(theirs: float, report: Work, now: float) -> float:
+    return min(now, max(0.0, now - (report.sent_at - theirs)))
+
+
+def _words(name: str, change: Change) -> str:
+    what = "is slow" if change.slow else "keeps up again"
+    return f"{name} {what}: {_duration(change.own_s)} of compute per step, the others {_duration(change.others_s)}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2g} ms"
+
+
+def _most(numbers: Iterable[_Number | None]) -> _Number | None:
+    return max((number for number in numbers if number is not None), default=None)

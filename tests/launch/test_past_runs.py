@@ -1,0 +1,235 @@
+"""`hora runs` and `hora show`: what is known of runs, live and past, from their records and their memories."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hora.coordinator.messages import Member
+from hora.launch import past, runfile
+from hora.launch.cli import hora as command_line
+from hora.launch.digest import digest
+from hora.launch.runfile import RunFile
+from hora.watch.board import Board
+from hora.watch.memory import Memory
+from hora.watch.report import Notice, Row, Work
+
+SUMMARY = {
+    "samples": 6400, "seconds": 12.5, "samples_per_s": 640.0, "steps": 100, "bytes_per_step": 4.2e6, "hidden": 0.83,
+    "slowest": "rank 1 (host a, pid 7)", "checkpoints": 2, "skipped": 1, "rounds": None, "workers": 4,
+    "values": {"accuracy": 0.5, "loss": 0.25},
+}  # fmt: skip
+
+
+def remember(path: Path, *, name: str = "loss", steps: int = 20, finite: bool = True) -> None:
+    """A memory as a run of so many steps leaves it."""
+    board = Board(run="x", size=1, strategy="ring")
+    rows = [
+        Row(step, step * 0.1, 1, {name: 1.0 / step if finite or step % 2 else math.nan}) for step in range(1, steps + 1)
+    ]
+    notices = [Notice(steps, steps * 0.1, "checkpoint", "checkpoint \x1b[31mckpt\x1b[0m/step-20")]
+    work = Work(
+        sent_at=steps * 0.1, step=steps, steps=steps, seconds=steps * 0.1, exposed_s=0.0, comm_s=0.0, sent_bytes=0,
+        samples=64 * steps, computes=[0.1], rows=rows, notices=notices,
+    )  # fmt: skip
+    board.hear(Member("worker", 0, "a", 7), work, steps * 0.1)
+    board.tick(steps * 0.1)
+    memory = Memory(str(path / runfile.MEMORY), warn=pytest.fail)
+    memory.write(board)
+    memory.close()
+
+
+Make = Callable[..., RunFile]
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(runfile, "_now", _later([f"2026-11-0{day}T1{day}:00:00.000+00:00" for day in range(1, 10)]))
+    return tmp_path / "state"
+
+
+def _later(times: list[str]) -> Callable[[], str]:
+    given = iter(times)
+    return lambda: next(given, times[-1])
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Leaves a run's record: one that lives, if it has no code."""
+    alive: list[RunFile] = []
+
+    def make(
+        name: str, *, code: int | None = 0, directory: str | None = None, end: Any = None, **facts: Any
+    ) -> RunFile:
+        record = RunFile(directory=directory, name=name, warn=pytest.fail)
+        known = {"command": ["train.py", "--lr", "1 2"], "module": False, "size": 4, "strategy": "ring", "cwd": "/w"}
+        record.begin({**known, "host": "a", "pid": 7, "servers": None, **facts})
+        if code is None:
+            alive.append(record)
+        else:
+            record.end({"code": code, "cause": "", "seconds": 12.5, "strategy": "ring", **(end or {})})
+            record.close()
+        return record
+
+    yield make
+    for record in alive:
+        record.close()
+
+
+def invoke(command: Any, *arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments)
+
+
+def test_runs_are_listed_newest_first_with_what_is_known(make: Make) -> None:
+    make("old", code=1)
+    make("told", end={"summary": SUMMARY})
+    record = make("alive", code=None, strategy=None)
+    remember(Path(record.path))
+    lines = invoke(past.runs).output.splitlines()
+    assert [line[2:].split()[0] for line in lines] == ["run", "alive", "told", "old"]
+    assert lines[0].split() == ["run", "started", "state", "strategy", "workers", "steps", "loss", "samples/s", "time"]
+    assert lines[1].startswith("● ") and "running" in lines[1] and "0.05" in lines[1].split()
+    assert re.search(r"ended well +ring +4 +100 +0\.25 +640 +12\.5 s$", lines[2])
+    assert re.search(r"failed +ring +4 +12\.5 s$", lines[3])
+
+
+def test_so_many_as_are_asked_for_and_the_rest_is_counted(make: Make) -> None:
+    for index in range(4):
+        make(f"run-{index}")
+    assert invoke(past.runs, "-n", "2").output.splitlines()[-1] == "… 2 more: hora runs --all"
+    assert len(invoke(past.runs, "-n", "2", "--all").output.splitlines()) == 5
+
+
+def test_no_runs_is_one_sentence(state: Path) -> None:
+    done = invoke(past.runs)
+    assert done.exit_code == 0 and done.output.startswith(f"no runs in {state}")
+
+
+def test_runs_elsewhere_are_listed_when_they_are_named(make: Make, tmp_path: Path) -> None:
+    make("far", directory=str(tmp_path / "far"))
+    assert "far" not in invoke(past.runs).output.split()
+    assert "far" in invoke(past.runs, "--run-dir", str(tmp_path / "far")).output.split()
+
+
+def test_runs_as_json_say_the_same_and_null_for_what_is_no_number(make: Make) -> None:
+    make("told", end={"summary": {**SUMMARY, "values": {"loss": math.nan}}})
+    (run,) = json.loads(invoke(past.runs, "--json").output)
+    assert (run["name"], run["live"], run["state"], run["workers"]) == ("told", False, "ended well", 4)
+    assert run["summary"]["samples_per_s"] == 640.0 and run["summary"]["values"] == {"loss": None}
+    assert run["started"].startswith("2026-11-01T") and run["command"] == ["train.py", "--lr", "1 2"]
+
+
+def test_each_end_has_its_word_and_one_without_a_word_is_lost(make: Make) -> None:
+    words = {
+        0: "ended well",
+        1: "failed",
+        3: "rank killed",
+        130: "interrupted",
+        141: "output closed",
+        143: "terminated",
+    }
+    for code, word in words.items():
+        make(f"code-{code}", code=code)
+        assert digest(runfile.find(f"code-{code}")).state == word
+    make("silent", code=None).close()
+    assert digest(runfile.find("silent")).state == "lost"
+
+
+def test_records_that_are_no_records_do_no_harm(make: Make, state: Path) -> None:
+    make("good", end={"summary": "none", "seconds": "many"})
+    for index, text in enumerate(("", "[]", "{}", '{"size": "four", "command": 3, "started": 7}')):
+        folder = state / "hora" / "runs" / f"bad-{index}"
+        folder.mkdir()
+        (folder / "run.json").write_text(text)
+    names = [line[2:].split()[0] for line in invoke(past.runs).output.splitlines()]
+    assert names == ["run", "good", "bad-3", "bad-2"]
+
+
+def test_show_tells_the_record_the_summary_and_the_last_events(make: Make) -> None:
+    record = make("told", end={"summary": SUMMARY})
+    remember(Path(record.path))
+    lines = invoke(past.show, "told").output.splitlines()
+    told = dict(line.split("  ", 1) for line in lines)
+    assert told["run"].strip() == "told" and told["command"].strip() == "train.py --lr '1 2'"
+    assert re.fullmatch(rf" *{re.escape(record.path)}/memory.sqlite \([\d.]+ kB\)", told["memory"])
+    text = "\n".join(lines)
+    assert "summary   100 steps, 6,400 samples in 12.5 s: 640 samples/s\n" in text
+    assert "\n          loss 0.25, accuracy 0.5; 2 checkpoints written; 1 step skipped\n" in text
+    assert "events    2.0 s, step 20: checkpoint ckpt/step-20" in text and "\x1b" not in text
+
+
+def test_show_takes_the_path_of_a_directory(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make("far", directory=str(tmp_path / "runs" / "here"))
+    wanted = invoke(past.show, "far", "--run-dir", str(tmp_path / "runs" / "here")).output
+    assert wanted.startswith("run       far\n")
+    assert invoke(past.show, str(tmp_path / "runs" / "here")).output == wanted
+    monkeypatch.chdir(tmp_path / "runs")
+    assert invoke(past.show, "here").output == wanted and invoke(past.show, "./here").output == wanted
+    assert "there is no run in " in invoke(past.show, "./nowhere").output
+
+
+def test_show_as_json_has_events_and_the_records(make: Make) -> None:
+    record = make("told", end={"summary": SUMMARY})
+    remember(Path(record.path))
+    told = json.loads(invoke(past.show, "told", "--json").output)
+    assert told["events"][-1]["kind"] == "checkpoint" and told["memory"] == os.path.join(record.path, runfile.MEMORY)
+    assert told["record"]["end"]["code"] == 0 and told["record"]["run"]["host"] == "a"
+    assert invoke(past.show, "told", "--json", "--data").exit_code == 2
+
+
+def test_a_mistyped_name_gets_the_right_one(make: Make) -> None:
+    make("mnist-3")
+    assert "there is no run 'mnits-3'; did you mean 'mnist-3'?" in invoke(past.show, "mnits-3").output
+    assert "there is no run 'zebra'; no run is live" in invoke(past.show, "zebra").output
+    assert "there is no run in" in invoke(past.show, "../mnist-3").output
+
+
+def test_a_memory_of_another_version_is_said_and_the_rest_is_shown(make: Make) -> None:
+    import sqlite3
+
+    record = make("old", end={})
+    remember(Path(record.path))
+    with sqlite3.connect(os.path.join(record.path, runfile.MEMORY)) as connection:
+        connection.execute("PRAGMA user_version = 7")
+    connection.close()
+    assert "old" in invoke(past.runs).output
+    shown = invoke(past.show, "old")
+    assert shown.exit_code == 0 and "state     ended well" in shown.output
+    assert "was written by another version of Hora (schema 7, this one reads 1)" in shown.output
+    Path(record.path, runfile.MEMORY).write_text("no database")
+    assert "memory" in invoke(past.show, "old").output
+
+
+def test_hostile_records_cannot_write_to_the_terminal(make: Make) -> None:
+    make("evil", strategy="ring\x1b]0;title\x07", end={"summary": {**SUMMARY, "values": {"\x1b[2Jloss\n": 1.0}}})
+    for command in (past.runs, past.show):
+        output = invoke(command, *(["evil"] if command is past.show else [])).output
+        assert "\x1b" not in output and "\x07" not in output
+
+
+def test_none_of_these_commands_imports_torch(make: Make) -> None:
+    for name in ("a", "b"):
+        remember(Path(make(name, end={}).path))
+    code = (
+        "import sys, hora.launch.cli\nfrom hora.launch import past\nfrom click.testing import CliRunner\n"
+        "for words in (['a'], ['a', '--json']): assert CliRunner().invoke(past.show, words).exit_code == 0\n"
+        "assert CliRunner().invoke(past.runs, []).exit_code == 0\n"
+        "done = CliRunner().invoke(past.compare, ['a', 'b']); assert done.exit_code == 0, done.output\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=runfile.home(), timeout=60)
+
+
+def test_the_commands_are_part_of_the_command_line() -> None:
+    assert {"runs", "show", "compare"} <= set(command_line.commands)

@@ -1,0 +1,148 @@
+"""What is said of a run at its end, and which past run tells what one worker does alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hora.launch import runfile, wording
+from hora.launch.runfile import RunFile
+from hora.launch.summary import sentences, single_speed
+from hora.watch.board import Board
+
+TOLD: dict[str, Any] = {
+    "samples": 10272, "seconds": 12.3, "samples_per_s": 840.0, "steps": 1284, "bytes_per_step": 4.2e6, "hidden": 0.83,
+    "slowest": "rank 1 (host a, pid 7)", "checkpoints": 2, "skipped": 1, "rounds": 14,
+    "values": {"accuracy": 0.9131, "loss": 0.31244}, "workers": 4,
+}  # fmt: skip
+FACTS: dict[str, Any] = {"command": ["train.py", "--lr", "1"], "module": False, "cwd": "/w", "host": "a", "size": 4}
+
+
+def test_three_lines_tell_all_that_is_known() -> None:
+    assert sentences(TOLD, single=239.0) == [
+        "1,284 steps, 10,272 samples in 12.3 s: 840 samples/s, 88 % of 4 times what one worker does alone (239)",
+        "loss 0.3124, accuracy 0.9131; 14 rounds; 2 checkpoints written; 1 step skipped",
+        "each worker sent 4.2 MB per step, 83 % of the communication hidden behind computation; "
+        "slowest: rank 1 (host a, pid 7)",
+    ]
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    alone = {
+        "samples": 0,
+        "seconds": 1.0,
+        "steps": 3,
+        "samples_per_s": 0.0,
+        "hidden": None,
+        "workers": 1,
+        "rounds": None,
+    }
+    assert sentences(alone, single=None) == ["3 steps in 1.0 s"]
+    assert (
+        sentences({**TOLD, "values": {}, "rounds": None, "checkpoints": 0, "skipped": 0}, single=None)[1][:4] == "each"
+    )
+
+
+def test_a_run_that_did_not_train_says_nothing() -> None:
+    assert sentences({}, single=5.0) == []
+    assert sentences(Board(run="x", size=2).summary(), single=None) == []
+
+
+def test_one_worker_is_not_measured_against_itself() -> None:
+    assert "alone" not in sentences({**TOLD, "workers": 1}, single=840.0)[0]
+
+
+def test_wrong_types_and_hostile_names_do_no_harm() -> None:
+    bad = {
+        "samples": "many",
+        "steps": 3,
+        "seconds": None,
+        "values": {"\x1b[31mloss\n": None},
+        "slowest": "\x07x",
+        "hidden": "a",
+    }
+    text = "\n".join(sentences(bad, single=math.nan))
+    assert "loss nan" in text and not set("\x1b\x07") & set(text)
+
+
+@pytest.fixture
+def past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    times = iter(f"2026-11-01T10:{minute:02d}:00+00:00" for minute in range(60))
+    monkeypatch.setattr(runfile, "_now", lambda: next(times))
+
+    def leave(name: str, speed: float, code: int = 0, **facts: Any) -> None:
+        record = RunFile(directory=None, name=name, warn=pytest.fail)
+        record.begin({**FACTS, "size": 1, **facts})
+        record.end({"code": code, "summary": {"samples_per_s": speed}})
+        record.close()
+
+    return leave
+
+
+def test_the_newest_run_of_the_same_command_with_one_worker_tells_its_speed(past: Callable[..., None]) -> None:
+    assert single_speed(FACTS) is None
+    past("old", 100.0)
+    past("new", 200.0)
+    past("failed", 300.0, code=1)
+    past("several", 400.0, size=2)
+    past("other", 500.0, command=["train.py"])
+    past("elsewhere", 600.0, cwd="/v")
+    past("far", 700.0, host="b")
+    past("module", 800.0, module=True)
+    past("guest", 900.0, joins="new")
+    past("nothing", 0.0)
+    assert single_speed(FACTS) == 200.0
+    assert single_speed({**FACTS, "command": ("train.py", "--lr", "1")}) == 200.0, "as the launcher has it"
+    assert single_speed({**FACTS, "size": 1}) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted"),
+    [
+        (wording.duration(0.0421), "0.042 s"),
+        (wording.duration(59.96), "1 min 00 s"),
+        (wording.duration(3599.6), "1 h 00 min"),
+        (wording.duration(100_000), "1 d 3 h"),
+        (wording.duration(math.nan), "?"),
+        (wording.clock(59.4), "59 s"),
+        (wording.clock(59.6), "1 min 00 s"),
+        (wording.number(1e-9), "1e-09"),
+        (wording.number(123456.0), "123,456"),
+        (wording.number(-math.inf), "-inf"),
+        (wording.milliseconds(0.00042), "0.42 ms"),
+        (wording.milliseconds(2.314), "2.31 s"),
+        (wording.size(999.6e6), "1.0 GB"),
+        (wording.size(12), "12 B"),
+        (wording.percent(0.999), "99 %"),
+        (wording.percent(1.0), "100 %"),
+        (wording.rate(3210.4), "3,210"),
+        (wording.rate(0.0312), "0.0312"),
+    ],
+)
+def test_numbers_are_written_as_people_read_them(told: str, wanted: str) -> None:
+    assert told == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("plain", "plain"),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]0;title\x07after", "after"),
+        ("\x1b]8;;http://x\x1b\\link", "link"),
+        ("a\nb\tc\rd", "a b c d"),
+        ("\x9b2Jx", "x"),
+        ("left\u202eright\u200b", "leftright"),
+        ("e" + "\u0301" * 50, "e\u0301\u0301"),
+        ("Größe 大小", "Größe 大小"),
+        ("x" * 300, "x" * 199 + "…"),
+        ("\x1b", ""),
+    ],
+)
+def test_text_from_elsewhere_is_made_harmless(text: str, wanted: str) -> None:
+    assert wording.harmless(text) == wanted
