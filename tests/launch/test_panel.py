@@ -54,6 +54,10 @@ def test_it_says_what_the_run_is_where_it_stands_and_how_fast() -> None:
     assert {cell_len(each) for each in lines} == {99}, "both edges are even"
 
 
+def test_what_auto_has_chosen_is_said() -> None:
+    assert render(run(strategy="auto", algorithm="shared"))[0].startswith(" mnist-3  auto (shared), 4 workers ")
+
+
 def test_the_bar_is_as_long_as_the_progress() -> None:
     for progress, full in ((0.0, 0.0), (0.25, 0.25), (0.5, 0.5), (1.0, 1.0), (7.0, 1.0), (-1.0, 0.0)):
         bar = re.findall("[━╸─]+", render(run(progress=progress))[1])[0]

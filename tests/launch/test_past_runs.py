@@ -37,7 +37,7 @@ def remember(path: Path, *, name: str = "loss", steps: int = 20, finite: bool = 
     rows = [
         Row(step, step * 0.1, 1, {name: 1.0 / step if finite or step % 2 else math.nan}) for step in range(1, steps + 1)
     ]
-    notices = [Notice(steps, steps * 0.1, "checkpoint", "checkpoint \x1b[31mckpt\x1b[0m/step-20")]
+    notices = [Notice(steps, steps * 0.1, "checkpoint", "\x1b[31mckpt\x1b[0m/step-20")]
     work = Work(
         sent_at=steps * 0.1, step=steps, steps=steps, seconds=steps * 0.1, exposed_s=0.0, comm_s=0.0, sent_bytes=0,
         samples=64 * steps, computes=[0.1], rows=rows, notices=notices,
@@ -164,7 +164,7 @@ def test_show_tells_the_record_the_summary_and_the_last_events(make: Make) -> No
     assert told["run"].strip() == "told" and told["command"].strip() == "train.py --lr '1 2'"
     assert re.fullmatch(rf" *{re.escape(record.path)}/memory.sqlite \([\d.]+ kB\)", told["memory"])
     text = "\n".join(lines)
-    assert "summary   100 steps, 6,400 samples in 12.5 s: 640 samples/s\n" in text
+    assert "summary   100 steps, 6,400 samples in 10.0 s (12.5 s from start to end): 640 samples/s\n" in text
     assert "\n          loss 0.25, accuracy 0.5; 2 checkpoints written; 1 step skipped\n" in text
     assert "events    2.0 s, step 20: checkpoint ckpt/step-20" in text and "\x1b" not in text
 

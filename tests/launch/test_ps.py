@@ -231,7 +231,7 @@ def test_a_worker_joins_a_run_takes_its_part_and_both_end_well(
 ) -> None:
     told = Told(tmp_path / "told")
     told.folder.mkdir()
-    arguments = ["ps_train.py", "--told", told.folder, "--pause", 0.02, "--samples", 200]
+    arguments = ["ps_train.py", "--told", told.folder, "--pause", 0.02, "--samples", 200, "--until-joined", 2]
     run = launcher.start("run", "--name", "x", "-n", 2, "--servers", servers, *ASYNC, *arguments, "--epochs", 3,
                          HORA_HISTORY=str(tmp_path))  # fmt: skip
     while len(told.steps(0)) < 3:

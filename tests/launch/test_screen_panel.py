@@ -163,13 +163,30 @@ def test_the_panel_stands_below_the_lines_and_is_gone_at_the_end(desk: Desk) -> 
     assert desk.seen() == ["[0] one", "[1] two", "hora: three", "hora: the last word"]
 
 
-def test_it_is_laid_again_in_the_same_turn_so_that_it_does_not_flicker(desk: Desk) -> None:
+def test_it_is_never_missing_between_two_lines(desk: Desk) -> None:
     desk.screen.panel([" a"])
     desk.tick(1)
-    desk.write()
+    chance = random.Random(1)
+    for number in range(200):
+        desk.streams[0].feed(f"{number}\n".encode(), desk.now)
+        desk.tick(chance.choice((0.001, 0.1)))
+        assert desk.seen()[-2:] == ["", " a"]
+    desk.tick(PANEL_S)
+    assert desk.screen.due is None
+    assert desk.seen() == [*(f"[0] {number}" for number in range(200)), "", " a"]
+
+
+def test_a_line_waits_for_a_moment_at_most_and_not_if_it_comes_alone(desk: Desk) -> None:
+    desk.screen.panel([" a"])
+    desk.tick(1)
     desk.streams[0].feed(b"one\n", desk.now)
     desk.tick(PANEL_S)
-    assert desk.screen.due is None and desk.seen() == ["[0] one", "", " a"]
+    assert desk.seen()[0] == "[0] one"
+    desk.streams[0].feed(b"two\n", desk.now)
+    desk.tick(PANEL_S / 2)
+    assert desk.screen.due is not None and desk.screen.due - desk.now == pytest.approx(PANEL_S / 2)
+    desk.tick(PANEL_S / 2)
+    assert desk.seen()[:2] == ["[0] one", "[0] two"]
 
 
 def test_a_flood_of_lines_does_not_lay_it_for_each_of_them(desk: Desk) -> None:
@@ -178,7 +195,7 @@ def test_a_flood_of_lines_does_not_lay_it_for_each_of_them(desk: Desk) -> None:
     for line in range(300):
         desk.streams[0].feed(f"line {line}\n".encode(), desk.now)
         desk.tick(PANEL_S / 10)
-        laid += bool(desk.screen.sinks[0].footer.lines)
+        laid += desk.screen.sinks[0].pending > 0
         desk.write()
     assert 25 <= laid <= 35
     desk.tick(PANEL_S)

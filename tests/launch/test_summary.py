@@ -24,11 +24,16 @@ FACTS: dict[str, Any] = {"command": ["train.py", "--lr", "1"], "module": False, 
 
 def test_three_lines_tell_all_that_is_known() -> None:
     assert sentences(TOLD, single=239.0) == [
-        "1,284 steps, 10,272 samples in 12.3 s: 840 samples/s, 88 % of 4 times what one worker does alone (239)",
+        "1,284 steps, 10,272 samples in 12.2 s: 840 samples/s, 88 % of 4 times what one worker does alone (239)",
         "loss 0.3124, accuracy 0.9131; 14 rounds; 2 checkpoints written; 1 step skipped",
         "each worker sent 4.2 MB per step, 83 % of the communication hidden behind computation; "
         "slowest: rank 1 (host a, pid 7)",
     ]
+
+
+def test_the_time_of_training_is_told_apart_from_that_of_the_whole() -> None:
+    first = sentences({**TOLD, "seconds": 100.0}, single=None)[0]
+    assert first == "1,284 steps, 10,272 samples in 12.2 s (1 min 40 s from start to end): 840 samples/s"
 
 
 def test_what_is_not_known_is_not_said() -> None:
@@ -146,3 +151,18 @@ def test_numbers_are_written_as_people_read_them(told: str, wanted: str) -> None
 )
 def test_text_from_elsewhere_is_made_harmless(text: str, wanted: str) -> None:
     assert wording.harmless(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "wanted"),
+    [
+        ("left", "its script ended", "rank 1 left: its script ended"),
+        ("joined", "", "rank 1 joined"),
+        ("slow", "rank 1 is slow: 3 ms", "rank 1 is slow: 3 ms"),
+        ("checkpoint", "ckpt/step-3", "checkpoint ckpt/step-3"),
+        ("skipped", "skipped: nan in w\x07", "skipped: nan in w"),
+        ("\x1b[2Jodd", "", "rank 1 odd"),
+    ],
+)
+def test_an_event_is_one_line_that_says_what_it_was(kind: str, text: str, wanted: str) -> None:
+    assert wording.happening(kind, "rank 1", text) == wanted

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from told import keeping, row, server, work, worker
 
-from hora.watch.board import MAX_EVENTS, MAX_STRIPS, Board
+from hora.watch.board import MAX_STRIPS, Board
+from hora.watch.journal import MAX_EVENTS
 from hora.watch.members import MAX_TRACKS
 from hora.watch.report import MAX_NAME_CHARS, MAX_NAMES, Histogram, Notice
 
@@ -228,6 +229,17 @@ def test_one_who_joins_later_has_a_rank_beyond_the_size() -> None:
     train(run, 4, {0: {}, 1: {}, 7: {}}, begin=4)
     assert run.now(now).workers[2].name == "rank 7 (host a, pid 107)"
     assert run.summary()["workers"] == 3 and "rank/7/compute" in run.curves
+
+
+def test_the_steps_of_one_who_joined_are_the_runs() -> None:
+    run = board("ps:mode=async")
+    now = train(run, 40, {0: {}, 1: {}})
+    assert run.now(now).samples == 640
+    run.hear(worker(2), work(1, seconds=0.2, rows=[row(1, loss=5.0)], notices=[Notice(1, 1000.0, "skipped", "")]), now)
+    run.hear(worker(2), work(2, rows=[row(2, loss=4.0)]), now + 0.25)
+    points = run.curves["value/loss"].points
+    assert [(point.start, point.mean, point.samples) for point in points] == [(41, 5.0, 648), (42, 4.0, 656)]
+    assert run.now(now).step == 42 and run.events[-1].step == 41
 
 
 def test_another_process_of_the_same_rank_begins_anew() -> None:

@@ -22,7 +22,7 @@ FEW_WORKERS = 6  # shown where there are more than MAX_WORKERS
 MAX_SERVERS = 4
 BLOCKS = (("█", "compute", "cyan"), ("▒", "communication", "magenta"), ("░", "waiting", "bright_black"))
 QUIET = "bright_black"
-_ALIKE = 0.97  # shares of the longest step above this are drawn as long as it
+_ALIKE = 0.94  # shares of the longest step above this are drawn as long as it
 _LONGEST_S = 1e9
 
 

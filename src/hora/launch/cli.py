@@ -1,4 +1,5 @@
-"""The command line: `hora run`, `serve`, `explain`, `bench`, `demo`, `show`. Each imports only what it needs."""
+"""The command line: `hora run`, `serve`, `explain`, `bench`, `demo`, and what looks at runs: `runs`, `show`, `compare`,
+`dashboard`, `trace`. Each imports only what it needs."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ from typing import TYPE_CHECKING
 import click
 
 from hora.bench.cli import bench
+from hora.page.cli import dashboard
+from hora.watch.trace_cli import trace
 
 from . import codes
 from .options import Dashboard, Servers, Sizes, Whole
+from .past import compare, runs, show
 
 if TYPE_CHECKING:
     from hora.serve.config import ServeConfig
@@ -178,6 +182,7 @@ def hora(ctx: click.Context) -> None:
 )
 @click.option(
     "--trace",
+    "trace_path",
     metavar="FILE",
     help="A timeline of all ranks for ui.perfetto.dev: forward, backward, each bucket's journey, waiting, the servers' "
     "updates, e.g. --trace run.json, --trace run.json.gz; hora trace FILE --summary tells it in words.",
@@ -217,7 +222,7 @@ def run(
     run_dir: str | None,
     progress: str,
     dashboard: int | str | None,
-    trace: str | None,
+    trace_path: str | None,
     tensorboard: str | None,
     color: str,
     module: bool,
@@ -255,7 +260,7 @@ def run(
             color=color,
             progress=progress,
             dashboard=dashboard,
-            trace=trace,
+            trace=trace_path,
             tensorboard=tensorboard,
         )
         return local.run(config) if join is None else joining.join(config)
@@ -397,33 +402,11 @@ def demo() -> int:
     return show()
 
 
-@hora.command()
-@click.argument("name", metavar="RUN")
-@click.option(
-    "--data",
-    is_flag=True,
-    help="Which samples are done, lent out or still to do, and who holds which, e.g. hora show mnist-3 --data.",
-)
-@click.option(
-    "--run-dir",
-    metavar="DIR",
-    help="Where the run's record is, if it was started with --run-dir, e.g. --run-dir runs/mnist-3.",
-)
-@click.pass_context
-def show(ctx: click.Context, name: str, data: bool, run_dir: str | None) -> int:
-    """Print what is known of a run, while it lives or after its end.
-
-    \b
-      hora show mnist-3
-      hora show mnist-3 --data
-    """
-    from .show import show as describe
-
-    try:
-        click.echo(describe(name, run_dir, data=data))
-    except ValueError as error:
-        raise click.UsageError(str(error), ctx) from None
-    return codes.OK
+hora.add_command(runs)
+hora.add_command(show)
+hora.add_command(compare)
+hora.add_command(dashboard)
+hora.add_command(trace)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,9 @@ from .listing import table
 from .runfile import Found
 from .wording import duration, harmless, number, rate
 
+SMOOTH = 20
 _PREFIX = "value/"
+_OVER_TIME = "seconds since its first value"
 
 
 class Curve(NamedTuple):
@@ -135,25 +137,43 @@ def picture(comparison: Comparison, path: str) -> None:
     value = _plain(comparison.value)
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), sharey=True)
     try:
-        for axis, kind, label in ((axes[0], "samples", "samples"), (axes[1], "seconds", "time since the start in s")):
+        for axis, kind, label in zip(axes, ("samples", "seconds"), ("samples", _OVER_TIME), strict=True):
             for name, curve in comparison.curves.items():
-                x = getattr(curve, kind)
-                (line,) = axis.plot(
-                    x, curve.mean, label=_plain(name), linewidth=1.6, marker="o" if len(x) == 1 else None
-                )
-                axis.fill_between(x, curve.low, curve.high, color=line.get_color(), alpha=0.15, linewidth=0)
+                _draw(axis, curve, kind, _plain(name))
             axis.set_xlabel(label)
+            axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.5g}" if abs(x) < 1e5 else f"{x:,.0f}")
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
         axes[0].set_ylabel(value)
         axes[0].legend(frameon=False)
-        figure.suptitle(f"{value} over samples and over time")
+        figure.suptitle(f"{value} over samples and over time (thick: running mean)")
         figure.tight_layout()
         figure.savefig(path, dpi=120, format="png")
     except OSError as error:
         raise ValueError(f"{os.path.abspath(path)} cannot be written: {error.strerror or error}") from None
     finally:
         pyplot.close(figure)
+
+
+def _draw(axis: Any, curve: Curve, kind: str, label: str) -> None:
+    """One run's curve, as it was and smoothed. Workers that do not wait tell of their steps in any order."""
+    xs = getattr(curve, kind)
+    first = min((x for x in xs if math.isfinite(x)), default=0.0) if kind == "seconds" else 0.0
+    points = sorted((x - first, *rest) for x, *rest in zip(xs, curve.mean, curve.low, curve.high, strict=True))
+    x, mean, low, high = (list(column) for column in zip(*points, strict=True)) if points else ([], [], [], [])
+    (line,) = axis.plot(x, smooth(mean), label=label, linewidth=2.2, marker="o" if len(x) == 1 else None, zorder=3)
+    axis.plot(x, mean, color=line.get_color(), alpha=0.3, linewidth=0.8)
+    axis.fill_between(x, low, high, color=line.get_color(), alpha=0.1, linewidth=0)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Means over the neighbourhood of each: one part in SMOOTH of all; what is no number is left out."""
+    reach = len(values) // SMOOTH // 2
+    means = []
+    for index in range(len(values)):
+        near = [each for each in values[max(0, index - reach) : index + reach + 1] if math.isfinite(each)]
+        means.append(sum(near) / len(near) if near else math.nan)
+    return means
 
 
 def _labels(runs: Sequence[Digest]) -> list[str]:

@@ -8,22 +8,22 @@ nothing. If the page ends, the bell is armed again.
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 
+from hora.serve.listening import listen_near
+
 PORT = 8320
-TRIES = 50  # ports that are tried beyond one that is taken
 HOST = "127.0.0.1"
 END_S = 1.5  # for the page to show the end to those who look
 MAX_STARTS = 5  # of the page, should it fail
 
 
 class Doorbell:
-    """Bound from its making on; OSError where no port can be had."""
+    """Bound from its making on; if its port is taken, to the next. ValueError where none can be had."""
 
     def __init__(self, port: int | None) -> None:
-        self._socket = _listen(port if port is not None else PORT)
+        self._socket = listen_near(HOST, port if port is not None else PORT)
         self.port: int = self._socket.getsockname()[1]
         self.moved = bool(port) and self.port != port
         self._page: subprocess.Popen[bytes] | None = None
@@ -73,19 +73,3 @@ class Doorbell:
         assert self._page is not None and self._page.stdin is not None
         self._page.stdin.close()
         self._page = None
-
-
-def _listen(port: int) -> socket.socket:
-    problem: OSError | None = None
-    for number in [0] if port == 0 else [*range(port, min(65536, port + TRIES)), 0]:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((HOST, number))
-            listener.listen(128)
-            return listener
-        except OSError as error:
-            listener.close()
-            problem = error
-    assert problem is not None
-    raise problem

@@ -2,7 +2,7 @@
 
     [0] epoch 1
     [1] epoch 1
-    █                  the cursor: here the next text goes; what is below is lifted first and laid again afterwards
+    █                  the cursor: here the next text goes; what is below is lifted for it, and laid again below it
      mnist-3  ring
      step 1,284  ━━━━━━━━╸          43 %
 
@@ -29,12 +29,14 @@ class Footer:
         self.lines: tuple[str, ...] = ()
         """As they were laid last; empty when there is none."""
         self._width = 0
+        self._below_text = False
 
-    def lay(self, lines: Sequence[str], width: int) -> str:
-        """Text that lays these lines, over those that are there; the cursor ends where it was. They may have colours,
-        and nothing else that moves a terminal. Fewer than the terminal has lines."""
+    def lay(self, lines: Sequence[str], width: int, *, below_text: bool) -> str:
+        """Text that lays these lines, over those that are there; the cursor ends where it was: in an unfinished line
+        if `below_text`, else in an empty one. They may have colours, and nothing else that moves a terminal; they are
+        fewer than the terminal has."""
         whole = len(lines) < len(self.lines) or width != self._width
-        self.lines, self._width = tuple(lines), width
+        self.lines, self._width, self._below_text = tuple(lines), width, below_text
         if not lines:
             return ""
         room = f"{_CLEAR_BELOW if whole else ''}{_DOWN * len(lines)}\x1b[{len(lines)}A"
@@ -42,9 +44,9 @@ class Footer:
         return f"{room}{_SAVE}{_WRAP_OFF}{body}{_RESTORE}{_WRAP_ON}"
 
     def lift(self) -> str:
-        """Text that takes it away, if there is one."""
+        """Text that takes it away, if there is one; with it goes what the terminal itself has echoed, as ^C."""
         there, self.lines = bool(self.lines), ()
-        return _CLEAR_BELOW if there else ""
+        return f"{'' if self._below_text else chr(13)}{_CLEAR_BELOW}" if there else ""
 
 
 def fitting(lines: Sequence[str], height: int) -> list[str]:

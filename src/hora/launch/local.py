@@ -76,8 +76,9 @@ def conduct(stage: Stage, undo: contextlib.ExitStack) -> int:
     scratch = tempfile.mkdtemp(prefix="hora-")
     undo.callback(shutil.rmtree, scratch, ignore_errors=True)
     guardian.file(scratch)
-    if stage.record.control_path is not None:
-        guardian.file(stage.record.control_path)
+    for path in (stage.record.control_path, stage.show.temporary):
+        if path is not None:
+            guardian.file(path)
     launch = Launch(stage, scratch, guardian)
     outcome = launch.supervise()
     end: dict[str, object] = {

@@ -33,7 +33,7 @@ REDRAW_S = 5.0
 """A progress bar that never ends its line is shown this often."""
 
 PANEL_S = 1 / 30
-"""The panel is drawn this often at most: lines that come one by one do not make it flicker."""
+"""The panel is drawn this often at most, and what is said above it shown: together, so that it does not flicker."""
 
 HIDDEN_S = 0.5
 """While the panel cannot be drawn, since the launcher is in the background, it is tried again this often."""
@@ -60,6 +60,7 @@ class Sink:
         self.footer = Footer()
         self.silent = False
         self._queue = bytearray()
+        self._held = bytearray()
         # A pipe that poll calls writable takes PIPE_BUF bytes without blocking, and no more is promised.
         self._chunk = 1 << 20 if _is_regular(fd) else select.PIPE_BUF
 
@@ -68,19 +69,36 @@ class Sink:
         return len(self._queue)
 
     def put(self, text: str) -> None:
-        if not self.silent:
-            self.lift()
+        """Queues; while a footer lies below, until the next `release`, so that it does not flicker."""
+        if self.silent:
+            return
+        if not self.footer.lines:
             self._queue += text.encode("utf-8", "replace")
+            return
+        self._held += text.encode("utf-8", "replace")
+        if len(self._held) > select.PIPE_BUF:
+            self.release()
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._held)
+
+    def release(self) -> None:
+        """Queues what was held, in the place of the footer."""
+        if self._held:
+            self.lift()
+            self._queue += self._held
+            self._held = bytearray()
 
     def lay(self, lines: Sequence[str], width: int) -> None:
-        """Puts a footer below everything; the next `put` takes it away."""
+        """Puts a footer below everything."""
         if not self.silent:
-            self._queue += self.footer.lay(lines, width).encode("utf-8", "replace")
+            self.release()
+            self._queue += self.footer.lay(lines, width, below_text=self.open_by is not None).encode("utf-8", "replace")
 
     def lift(self) -> None:
-        if self.footer.lines:
-            start = "\r" if self.open_by is None else ""  # what the terminal itself has echoed goes too
-            self._queue += f"{start}{self.footer.lift()}".encode()
+        """Takes the footer away, if there is one."""
+        self._queue += self.footer.lift().encode()
 
     def write_some(self) -> None:
         try:
@@ -90,7 +108,7 @@ class Sink:
         except OSError as error:
             self.gone = error.errno == errno.EPIPE
             self.silent = True
-            self._queue = bytearray()
+            self._queue = self._held = bytearray()
             self.footer.lift()
             return
         del self._queue[:written]
@@ -315,26 +333,31 @@ class Screen:
         self._panel_is_new = self._panel_is_new or list(lines) != self._panel
         self._panel = list(lines)
         if not lines:
+            self._err.release()
             self._err.lift()
 
     @property
     def due(self) -> float | None:
         dues = [due for stream in self._streams if (due := stream.due) is not None]
-        if self._wants_panel:
+        if self._wants_panel or self._err.holds:
             dues.append(self._panel_due)
         return min(dues, default=None)
 
     def tick(self, now: float) -> None:
         for stream in self._streams:
             stream.tick(now)
-        if self._wants_panel and now >= self._panel_due:
-            width, height = self.size()
-            self._panel_due = now + PANEL_S
-            if self._may_draw(width):
-                self._err.lay(fitting(self._panel, height), width)
-                self._panel_is_new = False
-            else:
-                self._panel_due = now + HIDDEN_S
+        if now < self._panel_due or not (self._wants_panel or self._err.holds):
+            return
+        self._panel_due = now + PANEL_S
+        self._err.release()
+        if not self._wants_panel:
+            return
+        width, height = self.size()
+        if self._may_draw(width):
+            self._err.lay(fitting(self._panel, height), width)
+            self._panel_is_new = False
+        else:
+            self._panel_due = now + HIDDEN_S
 
     def close(self) -> None:
         """Shows everything that is left of the ranks' lines, leaves the last of them, and takes the panel away."""

@@ -24,7 +24,7 @@ from rich.text import Text
 from hora.watch.now import Event, Now
 
 from .bars import BLOCKS, QUIET, bars, num_rows
-from .wording import clock, count, harmless, number, percent, rate
+from .wording import clock, count, happening, harmless, number, percent, rate
 
 MAX_WIDTH = 100
 MAX_EVENTS = 2
@@ -74,9 +74,10 @@ def render(
 
 def _head(now: Now, wide: int) -> Text:
     left = Text.assemble(" ", (harmless(now.run, 40) or "run", "bold"))
-    how = filter(None, (harmless(now.strategy, 40), harmless(now.algorithm, 20)))
+    strategy, algorithm = harmless(now.strategy, 40), harmless(now.algorithm, 20)
+    how = [f"{strategy} ({algorithm})" if strategy and algorithm not in ("", strategy) else strategy or algorithm]
     crew = [count(many, noun) for many, noun in ((now.size, "worker"), (len(now.servers), "server")) if many]
-    left.append(f"  {', '.join([*how, *crew])}", QUIET)
+    left.append(f"  {', '.join(filter(None, [*how, *crew]))}", QUIET)
     took = clock(now.seconds)
     if now.state != "running":
         return _ends(left, [Text(harmless(now.state, 20), QUIET)], wide)
@@ -171,13 +172,11 @@ def _events(events: Sequence[Event], now: Now) -> list[Text]:
         ago = max(0.0, now.seconds - event.at)
         whens.append("just now" if ago < 1 else f"{clock(ago)} ago")
     wide = max(map(len, whens), default=0)
-    return [
-        Text.assemble(
-            (f" {when:<{wide}}  ", QUIET),
-            (harmless(event.text, 300) or harmless(event.kind), _BAD.get(event.kind, "")),
-        )
-        for event, when in zip(events, whens, strict=True)
-    ]
+    lines = []
+    for event, when in zip(events, whens, strict=True):
+        words = happening(event.kind, event.who, event.text)
+        lines.append(Text.assemble((f" {when:<{wide}}  ", QUIET), (words, _BAD.get(event.kind, ""))))
+    return lines
 
 
 def _foot(now: Now, address: str | None, wide: int) -> tuple[list[Text], list[Text]]:

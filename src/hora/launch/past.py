@@ -122,7 +122,7 @@ def compare(ctx: click.Context, names: tuple[str, ...], value: str | None, png: 
         click.echo(note)
     if not comparison.curves:
         return codes.OK
-    path = png or f"compare-{'-'.join(re.sub('[^A-Za-z0-9._]+', '_', each.name)[:40] for each in found[:4])}.png"
+    path = png or f"compare-{'-'.join(re.sub('[^A-Za-z0-9._-]+', '_', each.name)[:40] for each in found[:4])}.png"
     try:
         picture(comparison, path)
     except ValueError as problem:

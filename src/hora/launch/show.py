@@ -18,7 +18,7 @@ from .digest import digest, jsonable, reading
 from .joining import visit
 from .runfile import Found
 from .summary import sentences, single_speed
-from .wording import harmless, size
+from .wording import happening, harmless, size
 
 EVENTS = 10
 
@@ -91,7 +91,7 @@ def _under(key: str, lines: list[str]) -> list[tuple[str, str]]:
 
 
 def _event(event: dict[str, Any]) -> str:
-    return harmless(f"{event['at']:.1f} s, step {event['step']}: {event['text'] or event['kind']}", 400)
+    return f"{event['at']:.1f} s, step {event['step']}: {happening(event['kind'], event['who'], event['text'])}"
 
 
 def _events(found: Found) -> tuple[list[dict[str, Any]], str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .config import RunConfig
@@ -63,12 +62,17 @@ class Show:
         if config.dashboard != "off":
             try:
                 show.bell = Doorbell(config.dashboard if isinstance(config.dashboard, int) else None)
-            except OSError as error:
-                screen.say(f"no page: no port of this machine can be had for it ({error.strerror}); the run goes on")
+            except ValueError as problem:
+                screen.say(f"no page: {problem}; the run goes on")
         if show.bell is not None:
             taken = f"port {config.dashboard} is taken; " if show.bell.moved else ""
             screen.say(f"{taken}page {show.bell.address(record.name)}")
         return show
+
+    @property
+    def temporary(self) -> str | None:
+        """A folder of this launch's own that is to go with it."""
+        return self.watcher.temporary if self.watcher is not None else None
 
     def watch(self, service: Service) -> None:
         """From now on the coordinator tells the watcher."""
@@ -104,10 +108,17 @@ class Show:
         if self._has_panel:
             from . import panel
 
-            size = _terminal()
+            width, height = self._screen.size()
             address = self.bell.address(self._name) if self.bell is not None else None
-            now_ = self.watcher.now()
-            self._screen.panel(panel.render(now_, width=size[0], address=address, color=self._screen.color))
+            lines = panel.render(
+                self.watcher.now(),
+                width=width,
+                height=height,
+                address=address,
+                color=self._screen.color,
+                events=self.watcher.recent,
+            )
+            self._screen.panel(lines)
 
     def close_panel(self) -> None:
         self._closed = True
@@ -165,7 +176,3 @@ def _algorithm(desk: Desk) -> str:
         with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
             return str(json.loads(table)["rows"][-1]["algorithm"])
     return ""
-
-
-def _terminal() -> os.terminal_size:
-    return shutil.get_terminal_size()

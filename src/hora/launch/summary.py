@@ -24,7 +24,10 @@ def sentences(summary: Mapping[str, Any], *, single: float | None) -> list[str]:
         return []
     speed, workers = amount(summary, "samples_per_s"), int(amount(summary, "workers"))
     done = ", ".join(count(int(many), noun) for many, noun in ((steps, "step"), (samples, "sample")) if many)
-    first = f"{done} in {duration(seconds)}"
+    trained_s = samples / speed if speed > 0 else seconds
+    first = f"{done} in {duration(trained_s)}"
+    if seconds > max(trained_s + 1, 1.1 * trained_s):
+        first += f" ({duration(seconds)} from start to end)"
     if samples and speed > 0:
         first += f": {rate(speed)} samples/s"
         if single and workers > 1:

@@ -10,6 +10,7 @@ _ESCAPE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_X].*?(?:\x07|\x1b\\|$)|[ -/]*[0-~]?)|\x9b[0-?]*[ -/]*[@-~]", re.S
 )
 _MARKS_IN_A_ROW = 2
+_BEGINNINGS = {"checkpoint": "checkpoint", "restore": "restored", "skipped": "skipped:", "stop": "stopping:"}
 
 
 def harmless(text: object, limit: int = 200) -> str:
@@ -92,3 +93,14 @@ def percent(share: float) -> str:
 def count(amount: int, noun: str) -> str:
     """As 1 worker, 2 workers, 1,024 samples."""
     return f"{amount:,} {noun}{'' if amount == 1 else 's'}"
+
+
+def happening(kind: str, who: str, text: str) -> str:
+    """An event of a run in one harmless line; the words alone of some kinds do not say what it was."""
+    if kind in ("joined", "left", "died"):
+        words = f"{who} {kind}" + (f": {text}" if text else "")
+    elif kind in _BEGINNINGS and not text.startswith(_BEGINNINGS[kind]):
+        words = f"{_BEGINNINGS[kind]} {text}"
+    else:
+        words = text or f"{who} {kind}"
+    return harmless(words.strip(), 300)

@@ -46,7 +46,11 @@ def dashboard(port: str, run_dirs: tuple[str, ...], host_names: tuple[str, ...])
 
     try:
         host, wanted = address_of(port, "--port")
-        others = {named(directory): os.path.abspath(directory) for directory in run_dirs}
+        others: dict[str, str] = {}
+        for directory in run_dirs:
+            if named(directory) in others:
+                raise ValueError(f"two runs are called {named(directory)!r}: {directory} can be shown by itself")
+            others[named(directory)] = os.path.abspath(directory)
         listener = listen_near(host, wanted)
     except ValueError as problem:
         raise click.UsageError(str(problem)) from None

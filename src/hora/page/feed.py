@@ -36,9 +36,7 @@ class Feeds:
     async def watch(self, name: str) -> AsyncIterator[AsyncIterator[bytes]]:
         """The events of a run, to be sent as they are; Full, or Missing."""
         if self.num_streams >= MAX_STREAMS:
-            raise Full(
-                f"{MAX_STREAMS} pages watch already, no more are served live; this one asks now and then instead"
-            )
+            raise Full(f"{MAX_STREAMS} pages watch already, and no more are served live; ask now and then instead")
         self.num_streams += 1
         try:
             feed = self._feeds.setdefault(name, Feed(self._runs, name))

@@ -102,6 +102,7 @@ class Training:
         self._unfinished: int | None = None  # a loop that this worker left before its end
         self._num_runs = 0
         self._num_epochs = 0
+        self._finished = False  # the last of them has ended
         self._done: tuple[int, int] | None = None  # batches of this epoch that have begun, and how many there are
         self._noted_at = 0.0
         self._loops: dict[int, int] = {}  # loops of this worker that are open: by loader's id
@@ -440,6 +441,8 @@ class Training:
             parts.append(self.step / self.max_steps)
         if epoch is not None and self._num_epochs and done is not None:
             parts.append((epoch + done[0] / max(1, done[1])) / self._num_epochs)
+        elif self._finished:
+            parts.append(1.0)
         return min(1.0, max(parts)) if parts else None
 
     @property
@@ -575,7 +578,7 @@ class Training:
             self.sync.stop_wanted = True
 
     def epochs(self, count: int) -> Iterator[int]:
-        self._num_epochs = count
+        self._num_epochs, self._finished = count, False
         self._num_runs += 1
         run = self._farewell.run = self._num_runs
         finished = False
@@ -589,6 +592,7 @@ class Training:
                 self.current_epoch = number
                 yield number
             finished = True
+            self._finished = not self._stopping
         finally:
             self.current_epoch = None
             self._first_epoch = self._farewell.run = 0

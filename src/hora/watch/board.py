@@ -10,26 +10,26 @@ from __future__ import annotations
 import collections
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
+
+import msgspec
 
 from ..coordinator.messages import Member
 from ..strategies import parse
 from .curve import LIMIT, STRIP_LIMIT, Curve
 from .forecast import Forecast
+from .journal import KINDS, MAX_TEXT_CHARS, Journal
 from .logbook import Logbook, Logged
 from .members import Members
 from .now import Event, Now
-from .report import Histogram, Keeping, Notice, Report, Row, Work
+from .report import Histogram, Keeping, Report, Row, Work
+from .restores import Restores, steps_back
 from .sound import MOST_RANKS, is_sound, is_sound_histogram, is_sound_notice, is_sound_row, plain
-from .stragglers import Change, Stragglers
+from .stragglers import Stragglers
 from .track import Track
 
-KINDS = ("joined", "left", "died", "slow", "even", "checkpoint", "restore", "skipped", "stop", "serving", "end")
-MAX_EVENTS = 500
-MAX_TEXT_CHARS = 500
 MAX_STRIPS = 64  # workers whose compute, waiting and communication are kept as curves
-RESTORE_S = 10.0  # within which all workers go back to an earlier step, if one does
 _SEAT = re.compile(r"(rank|server) (\d{1,7})\b")
 _PARTS = ("compute", "wait", "comm")
 _Number = TypeVar("_Number", int, float)
@@ -40,7 +40,6 @@ class Board:
 
     def __init__(self, *, run: str = "", size: int = 0, strategy: str = "") -> None:
         self.curves: dict[str, Curve] = {}
-        self.events: collections.deque[Event] = collections.deque(maxlen=MAX_EVENTS)
         self.lost = 0
         self.heard_at = 0.0
         self._run = plain(run, MAX_TEXT_CHARS)
@@ -53,11 +52,9 @@ class Board:
         self._logbook = Logbook(self.curves)
         self._stragglers = Stragglers()
         self._forecast = Forecast()
+        self._journal = Journal()
+        self._restores = Restores()
         self._strips: set[int] = set()
-        self._new_events: collections.deque[Event] = collections.deque(maxlen=MAX_EVENTS)
-        self._noticed: collections.deque[tuple[str, int, int]] = collections.deque(maxlen=MAX_EVENTS)
-        self._restored: tuple[float, int, set[int]] | None = None  # when, to which step, and who has gone back
-        self._number = self._checkpoints = self._skipped = 0
         self._began_at: float | None = None  # the first step
         self._worked_at = 0.0
         self.settle(strategy=strategy)
@@ -99,17 +96,7 @@ class Board:
                 self._stragglers.forget(int(seat[2]))
         if kind == "end":
             self._state = "ended"
-        self._number += 1
-        heard = Event(
-            number=self._number,
-            at=now,
-            step=self._step if step is None else step,
-            kind=kind,
-            who=who,
-            text=plain(text, MAX_TEXT_CHARS),
-        )
-        self.events.append(heard)
-        self._new_events.append(heard)
+        self._journal.add(kind, who, text, now, self._step if step is None else step)
 
     def tick(self, now: float) -> None:
         """Adds to the curves of speed and of the workers; to be called a few times a second."""
@@ -165,8 +152,8 @@ class Board:
             servers=servers,
             lags=dict(sorted(lags.items())),
             rounds=_most(track.rounds for track in everyone),
-            checkpoints=self._checkpoints,
-            skipped=self._skipped,
+            checkpoints=self._journal.checkpoints,
+            skipped=self._journal.skipped,
             slowest=self._members.slowest(),
             serving=self._serving,
             lost_reports=self.lost,
@@ -184,8 +171,8 @@ class Board:
             "bytes_per_step": totals.sent_bytes / totals.steps if totals.steps else 0.0,
             "hidden": totals.hidden,
             "slowest": self._members.slowest(),
-            "checkpoints": self._checkpoints,
-            "skipped": self._skipped,
+            "checkpoints": self._journal.checkpoints,
+            "skipped": self._journal.skipped,
             "rounds": _most(track.rounds for track in everyone),
             "values": self._logbook.newest(self._members.live(), everyone),
             "workers": self._members.seen,
@@ -195,10 +182,19 @@ class Board:
         """Whether this is the lowest live rank of those that log `name`: where one worker's values stand for all."""
         return self._logbook.leads(name, rank)
 
+    @property
+    def events(self) -> Sequence[Event]:
+        """The newest MAX_EVENTS."""
+        return self._journal.events
+
     def take_events(self) -> list[Event]:
         """Those since this was last asked, MAX_EVENTS at most."""
-        taken, self._new_events = self._new_events, collections.deque(maxlen=MAX_EVENTS)
-        return list(taken)
+        return self._journal.take()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it is time to take rows, lest some be lost."""
+        return self._logbook.crowded
 
     def take_rows(self) -> list[Logged]:
         """What was logged since this was last asked; the oldest are missing if that was long ago."""
@@ -217,40 +213,51 @@ class Board:
             return
         for gone in self._members.take_forgotten():
             self._forget(gone)
+        self._begin(track, report, now)
+        report = _shifted(report, track.offset)
+        rows = [row for row in report.rows if is_sound_row(row)]
+        self.lost += len(report.rows) - len(rows)
+        back = steps_back(track.row_step, rows)
+        stale_after = None
+        if back is not None:
+            rows = rows[back:]
+            self._go_back(track, rows[0].step - 1, now)
+        elif report.step < track.step:
+            self._go_back(track, max(0, report.step - report.steps), now)
+        else:
+            stale_after = self._restores.stale_after(rank, report, now)
+        before_at, before = track.heard_at, track.run_samples
+        track.hear(report, now)
+        track.run_samples = self._samples = self._samples + report.samples
+        if stale_after is None:
+            since = before_at if before_at is not None else now - report.seconds
+            self._log_rows(track, rows, report, now, since, before)
+            self._log_rest(track, report, now)
+        else:
+            track.step = stale_after
+        self._step = max(self._step, track.step)
+        change = self._stragglers.hear(rank, report.computes, self._members.live_ranks, now) if track.alive else None
+        if change is not None:
+            self.event("slow" if change.slow else "even", track.name, change.words(track.name), now)
+
+    def _begin(self, track: Track, report: Work, now: float) -> None:
+        """The times of work; and where in the run a worker stands that is heard for the first time."""
         if self._state == "starting":
             self._state = "running"
         if report.steps:
             first_at = max(0.0, now - report.seconds)
             self._began_at = first_at if self._began_at is None else min(self._began_at, first_at)
             self._worked_at = now
-        before_at = track.heard_at if track.heard_at is not None else now - report.seconds
-        before, self._samples = track.run_samples, self._samples + report.samples
-        rows = [row for row in report.rows if is_sound_row(row)]
-        self.lost += len(report.rows) - len(rows)
-        back = _gone_back(track.row_step, rows)
-        came_back = back is not None or report.step < track.step
-        if came_back:
-            rows = rows[back or 0 :]
-            self._go_back(track, rows[0].step - 1 if back is not None else max(0, report.step - report.steps), now)
-        stale = not came_back and self._is_stale(track, report, now)
-        track.hear(report, now)
-        track.run_samples = self._samples
-        if stale and self._restored is not None:
-            track.step = min(track.step, self._restored[1])
-        else:
-            self._log_rows(track, rows, report, now, before_at, before)
-            self._log_rest(track, report, now)
-        self._step = max(self._step, track.step)
-        live = self._members.live_ranks
-        change = self._stragglers.hear(rank, report.computes, live, now) if track.alive else None
-        if change is not None:
-            self.event("slow" if change.slow else "even", track.name, _words(track.name, change), now)
+        if track.heard_at is None:
+            track.run_samples = self._samples
+            if track.rank >= self._size > 0 and not self._together:  # one who joined counts its own steps, from 0
+                track.offset = max(0, self._step - max(0, report.step - report.steps))
 
-    def _log_rows(self, track: Track, rows: list[Row], report: Work, now: float, before_at: float, before: int) -> None:
-        """Since `before_at`, when they were `before`, the run's samples have grown evenly, it is taken."""
+    def _log_rows(self, track: Track, rows: list[Row], report: Work, now: float, since: float, before: int) -> None:
+        """The run's samples were `before` then, and have grown evenly since, it is taken."""
         for row in rows:
             at = _on_our_clock(row.at, report, now)
-            share = min(1.0, max(0.0, (at - before_at) / (now - before_at))) if now > before_at else 1.0
+            share = min(1.0, max(0.0, (at - since) / (now - since))) if now > since else 1.0
             samples = before + round((self._samples - before) * share)
             self._logbook.add(track, row, at, samples, self._members.live_ranks)
             track.row_step = row.step
@@ -264,20 +271,11 @@ class Board:
                 self.lost += 1
         for notice in report.notices:
             if is_sound_notice(notice):
-                self._note(track, notice, _on_our_clock(notice.at, report, now))
+                alone = notice.kind == "skipped" and not self._together
+                at = _on_our_clock(notice.at, report, now)
+                self._journal.note(notice, track.name, at, track.rank if alone else None)
             else:
                 self.lost += 1
-
-    def _note(self, track: Track, notice: Notice, at: float) -> None:
-        """An event; what all workers do at one step is one, though each of them tells."""
-        own = notice.kind == "skipped" and not self._together
-        seen = (notice.kind, notice.step, track.rank if own else -1)
-        if seen in self._noticed:
-            return
-        self._noticed.append(seen)
-        self._checkpoints += notice.kind == "checkpoint"
-        self._skipped += notice.kind == "skipped"
-        self.event(notice.kind, track.name, notice.text, at, notice.step)
 
     def _hear_server(self, name: str, report: Keeping, now: float) -> None:
         server = self._members.server(report.server, name)
@@ -295,31 +293,18 @@ class Board:
         for part in _PARTS:
             self.curves.pop(f"rank/{rank}/{part}", None)
 
-    # -- a restored run ----------------------------------------------------------------------------------------------
-
     def _go_back(self, track: Track, step: int, now: float) -> None:
-        """This worker is at an earlier step again. The first to be so takes the run with it; the others follow."""
+        """This worker is at an earlier step again."""
         track.row_step = 0
-        if self._restored is not None:
-            at, _, followed = self._restored
-            if now - at < RESTORE_S and track.rank not in followed:
-                followed.add(track.rank)
-                return
-        self._restored = (now, step, {track.rank})
+        if not self._restores.begins(track.rank, step, now):
+            return
         for curve in self.curves.values():
             curve.rewind(step)
         for other in self._members.workers.values():
             other.step = min(other.step, step)
         self._step = min(self._step, step)
         self._forecast.clear()
-        self._noticed.clear()
-
-    def _is_stale(self, track: Track, report: Work, now: float) -> bool:
-        """Whether this worker tells of steps that others have gone back from, and has not followed yet."""
-        if self._restored is None:
-            return False
-        at, step, followed = self._restored
-        return now - at < RESTORE_S and track.rank not in followed and track.heard_at is not None and report.step > step
+        self._journal.go_back()
 
     def _add(self, name: str, at: float, value: float, limit: int) -> None:
         curve = self.curves.get(name)
@@ -337,25 +322,21 @@ def _step_together(strategy: str) -> bool:
     return getattr(known, "mode", "sync") == "sync" and getattr(known, "barrier", True)
 
 
-def _gone_back(step: int, rows: list[Row]) -> int | None:
-    """The first row after the last that has a later step than the next, if one has."""
-    steps = [step, *(row.step for row in rows)]
-    return max((index for index in range(len(rows)) if steps[index + 1] < steps[index]), default=None)
+def _shifted(report: Work, offset: int) -> Work:
+    """The same with the run's steps, for one who has joined it."""
+    if not offset:
+        return report
+    return msgspec.structs.replace(
+        report,
+        step=report.step + offset,
+        rows=[msgspec.structs.replace(row, step=row.step + offset) for row in report.rows],
+        histograms=[msgspec.structs.replace(each, step=each.step + offset) for each in report.histograms],
+        notices=[msgspec.structs.replace(notice, step=notice.step + offset) for notice in report.notices],
+    )
 
 
 def _on_our_clock(theirs: float, report: Work, now: float) -> float:
     return min(now, max(0.0, now - (report.sent_at - theirs)))
-
-
-def _words(name: str, change: Change) -> str:
-    what = "is slow" if change.slow else "keeps up again"
-    return f"{name} {what}: {_duration(change.own_s)} of compute per step, the others {_duration(change.others_s)}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds >= 10:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2g} ms"
 
 
 def _most(numbers: Iterable[_Number | None]) -> _Number | None:

@@ -84,6 +84,10 @@ class Logbook:
             found.update(these)
         return {name: _mean(found[name]) for name in self._names.values() if name in found}
 
+    @property
+    def crowded(self) -> bool:
+        return len(self._rows) > MAX_WAITING // 2
+
     def take_rows(self) -> list[Logged]:
         """What was logged since this was last asked, MAX_WAITING at most."""
         taken, self._rows = self._rows, collections.deque(maxlen=MAX_WAITING)

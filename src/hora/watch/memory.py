@@ -20,8 +20,9 @@ from typing import Any
 
 import msgspec
 
-from .board import MAX_EVENTS, Board
+from .board import Board
 from .curve import Point
+from .journal import MAX_EVENTS
 from .logbook import MAX_HISTOGRAMS
 from .now import Now
 

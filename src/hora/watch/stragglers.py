@@ -16,7 +16,7 @@ FEWEST = 5  # and how many there must be
 SLOW = 1.5
 EVEN = 1.25
 LEAST_S = 1e-3
-HOLD_S = 0.5
+HOLD_S = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,10 @@ class Change:
     slow: bool
     own_s: float
     others_s: float
+
+    def words(self, name: str) -> str:
+        what = "is slow" if self.slow else "keeps up again"
+        return f"{name} {what}: {_spell(self.own_s)} of compute per step, the others {_spell(self.others_s)}"
 
 
 class _Worker:
@@ -88,6 +92,12 @@ class Stragglers:
 
 def _factor(own_s: float, others_s: float) -> float:
     return min(1e6, own_s / max(others_s, 1e-9))
+
+
+def _spell(seconds: float) -> str:
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2g} ms"
 
 
 def median(values: Iterable[float]) -> float:

@@ -43,6 +43,7 @@ class Track:
         self.name = name
         self.state = "alive"
         self.step = 0
+        self.offset = 0  # from its own steps to the run's
         self.row_step = 0  # of the newest row
         self.newest: dict[str, float] = {}  # of what was logged
         self.epoch: int | None = None

@@ -20,7 +20,7 @@ from . import lines, memory
 from .board import Board
 from .lines import Lines
 from .memory import Memory
-from .now import Now
+from .now import Event, Now
 from .report import decode
 from .tensorboard import TensorBoard
 
@@ -29,6 +29,7 @@ IDLE_S = 1.0  # the same, while nothing is heard
 SLOWEST_S = 2.0
 SHARE = 0.02  # of its time that the watcher may work: where a write costs more, there are fewer
 CLOSE_S = 2.5
+RECENT = 2
 MAX_WAITING = 4096
 MAX_WAITING_BYTES = 32 << 20
 MANY_WAITING = 512  # these are heard at once
@@ -60,7 +61,7 @@ class Watcher:
             memory.check(os.path.join(run_directory, memory.NAME))
         self._board = Board(run=name, size=size, strategy=strategy)
         self._events = TensorBoard(tensorboard_dir, self._warn_once) if tensorboard_dir is not None else None
-        self._temporary: str | None = None
+        self.temporary: str | None = None
         self._memory, self.directory = self._open_memory(run_directory)
         self._memory.keep("config", dict(config_facts))
         self._lines: Lines | None = None
@@ -74,6 +75,7 @@ class Watcher:
         self._closing = False
         self._end_facts: dict[str, object] = {}
         self._now = self._board.now(0.0)
+        self.recent: list[Event] = []  # the newest events
         self._summary = self._board.summary()
         self._thread = threading.Thread(target=self._run, name="hora-watcher", daemon=True)
         self._thread.start()
@@ -110,8 +112,8 @@ class Watcher:
             self._warn_once(
                 f"the disk of {self.directory} does not answer; the end of what was seen may be missing there"
             )
-        elif self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        elif self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
         return self._summary
 
     def _put(self, act: Callable[[float], None], size: int) -> None:
@@ -146,7 +148,7 @@ class Watcher:
             if closing:
                 self._finish(now)
                 return
-            if now < due:
+            if now < due and not self._board.crowded:
                 continue
             self._look(now)
             if heard or now - written_at >= IDLE_S:
@@ -171,6 +173,7 @@ class Watcher:
     def _look(self, now: float) -> None:
         self._board.tick(now)
         self._now = self._board.now(now)
+        self.recent = list(self._board.events)[-RECENT:]
         self._summary = self._board.summary(now)
 
     def _write(self) -> None:
@@ -207,7 +210,7 @@ class Watcher:
                 return kept, directory
         place = directory or tempfile.gettempdir()
         with contextlib.suppress(OSError):
-            place = self._temporary = tempfile.mkdtemp(prefix="hora-watch-")
+            place = self.temporary = tempfile.mkdtemp(prefix="hora-watch-")
         return Memory(os.path.join(place, memory.NAME), self._warn_once), place
 
     def _warn_once(self, text: str) -> None:

@@ -29,6 +29,7 @@ options.add_argument("--save", default="")
 options.add_argument("--strategy", default=None)
 options.add_argument("--source", type=int, default=None)
 options.add_argument("--told", default="", help="a folder for what each worker was told")
+options.add_argument("--until-joined", type=int, default=0, help="at step 10, wait until this rank has stepped too")
 given = options.parse_args()
 
 job = hora.init(given.strategy, timeout_s=20.0, on_nonfinite="skip" if given.fault == "nan-skip" else None)
@@ -95,6 +96,10 @@ for epoch in job.epochs(given.epochs):
             os.kill(os.getpid(), signal.SIGKILL)
         if given.pause:
             time.sleep(given.pause)
+        if given.until_joined > job.rank and job.step == 10:
+            guest = os.path.join(given.told, f"worker-{given.until_joined}")
+            while not os.path.exists(guest) or "step" not in open(guest).read():  # noqa: SIM115
+                time.sleep(0.02)
         if given.fault == "say":
             print(f"step {job.step}", flush=True)
     else:

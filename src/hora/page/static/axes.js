@@ -34,7 +34,8 @@ export function label(value, found) {
   const size = Math.max(...found.map(Math.abs));
   if (size >= 1e4) return short(value);
   if (size < 1e-3 && size > 0) return number(value, 2);
-  const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step || 1) + 1e-9)));
+  let digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step || 1) + 1e-9)));
+  if (Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-6) digits += 1; // 0.25
   return value.toFixed(digits).replace("-", "−");
 }
 
@@ -46,7 +47,7 @@ function nice(step) {
   if (!(step > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(step));
   const part = step / power;
-  return (part <= 1 ? 1 : part <= 2 ? 2 : part <= 5 ? 5 : 10) * power;
+  return (part <= 1 ? 1 : part <= 2 ? 2 : part <= 2.5 ? 2.5 : part <= 5 ? 5 : 10) * power;
 }
 
 function between(low, high, step) {

@@ -15,7 +15,7 @@ export class Chart {
     this.title = options.title;
     this.series = [];
     this.x = "steps";
-    this.log = false;
+    this.log = this.smooth = false;
     this.reading = null;
     this.canvas = el("canvas", { className: "plot", role: "img", tabindex: "0" });
     this.tip = el("div", { className: "tip", hidden: true });
@@ -31,10 +31,8 @@ export class Chart {
   }
 
   // series: [{name, color (a CSS variable), points, dash}]
-  set(series, x = this.x, log = this.log) {
-    this.series = series;
-    this.x = x;
-    this.log = log;
+  set(series, x = this.x, log = false, smooth = false) {
+    [this.series, this.x, this.log, this.smooth] = [series, x, log, smooth];
     this.redraw();
   }
 
@@ -173,9 +171,16 @@ export class Chart {
     pen.lineWidth = 1.6;
     pen.lineJoin = "round";
     for (const run of runs(one.points, this.log)) {
+      pen.globalAlpha = this.smooth ? 0.3 : 1;
       pen.beginPath();
       for (const point of run) pen.lineTo(area.x(of(point)), area.y(point[MEAN]));
       pen.stroke();
+      pen.globalAlpha = 1;
+      if (this.smooth) {
+        pen.beginPath();
+        for (const [point, mean] of smoothed(run)) pen.lineTo(area.x(of(point)), area.y(mean));
+        pen.stroke();
+      }
       const last = run[run.length - 1];
       if (run.length === 1 || last === one.points[one.points.length - 1]) {
         pen.beginPath();
@@ -240,6 +245,7 @@ export class Chart {
 
   // beside the title: the newest value, or with several curves whose colour is whose
   #legend(parts) {
+    this.heading.classList.toggle("several", this.series.length > 1);
     if (this.series.length < 2) {
       say(this.newest, parts[0] ?? "");
       this.legend = "";
@@ -251,7 +257,7 @@ export class Chart {
     this.newest.replaceChildren(...this.series.map((one) => {
       const swatch = el("i", { className: "swatch" });
       swatch.style.background = `var(${one.color})`;
-      return el("span", {}, swatch, one.name);
+      return el("span", {}, swatch, one.short ?? one.name);
     }));
   }
 
@@ -287,6 +293,17 @@ function* runs(points, log) {
     } else run.push(point);
   }
   if (run.length) yield run;
+}
+
+// the mean over about a thirtieth of the curve around each point
+function* smoothed(run) {
+  const reach = Math.max(1, Math.round(run.length / 60));
+  const sums = [0];
+  for (const point of run) sums.push(sums[sums.length - 1] + point[MEAN]);
+  for (let place = 0; place < run.length; place += 1) {
+    const room = Math.min(reach, place, run.length - 1 - place); // as far to both sides, so that it leans to neither
+    yield [run[place], (sums[place + room + 1] - sums[place - room]) / (2 * room + 1)];
+  }
 }
 
 function last(points) {

@@ -67,7 +67,7 @@ function show() {
       wanted.add(key);
       if (!charts.has(key)) charts.set(key, new Chart(rowOf(value), { title: `${value} over ${x}`, band: false }));
       const series = runs.map(([name, run]) => ({ name, color: run.hue, points: run.store.curves.get(`value/${value}`)?.points ?? [] }));
-      charts.get(key).set(series.filter((one) => one.points.length), x, $("log").checked);
+      charts.get(key).set(series.filter((one) => one.points.length), x, $("log").checked, $("smooth").checked);
     }
   }
   for (const [key, chart] of charts) {
@@ -124,7 +124,7 @@ function table(runs) {
 themeSwitch($("theme"), () => {
   for (const chart of charts.values()) chart.redraw();
 });
-$("log").addEventListener("change", show);
+for (const id of ["log", "smooth"]) $(id).addEventListener("change", show);
 asked.slice(0, MOST).forEach(add);
 try {
   names = (await ask("/api/runs")).runs.map((run) => run.name);

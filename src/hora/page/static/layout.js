@@ -40,9 +40,9 @@ export function place(plan, width) {
 }
 
 function around(plan, width, radius) {
-  const height = Math.round(Math.min(360, Math.max(270, width * 0.72)));
+  const height = Math.round(Math.min(plan.num > 8 ? 400 : 360, Math.max(270, width * (plan.num > 8 ? 0.95 : 0.72))));
   const [cx, cy] = [width / 2, height / 2];
-  const reach = Math.min(width / 2 - radius - 44, height / 2 - radius - 20);
+  const reach = Math.min(width / 2 - radius - 40, height / 2 - radius - 20);
   const star = plan.kind === "star" && plan.num > 1;
   const outer = star ? plan.num - 1 : plan.num;
   const nodes = [];
@@ -63,7 +63,8 @@ function around(plan, width, radius) {
   else if (["shared", "engine", "rounds"].includes(plan.kind)) {
     const size = Math.max(38, Math.min(62, reach * 0.42));
     found.hub = { x: cx, y: cy, size };
-    found.edges = nodes.map((node, rank) => line(rank, "hub", node, found.hub, radius, size, true));
+    const far = ({ angle }) => (plan.kind === "shared" ? Math.min(size / Math.abs(Math.cos(angle)), (0.72 * size) / Math.abs(Math.sin(angle))) : size);
+    found.edges = nodes.map((node, rank) => line(rank, "hub", node, found.hub, radius, far(node), true));
   } else found.edges = allPairs(plan.num).map(([a, b]) => line(a, b, nodes[a], nodes[b], radius, radius, true));
   return found;
 }

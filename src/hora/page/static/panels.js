@@ -54,6 +54,8 @@ export class Lags {
     const name = (place) => (width === 1 ? String(place) : `${place * width}–${(place + 1) * width - 1}`);
     this.bars.set(bars, bars.map((_, place) => ({ at: (place + 0.5) / bars.length, text: name(place) })),
       `Staleness: ${short(all)} updates, mean lag ${number(sum / (all || 1), 3)}, largest ${top}`);
+    this.bars.canvas.hidden = top === 0;
+    if (all && !top) return `none: no update of ${short(all)} was late`;
     return all ? `mean ${number(sum / all, 3)}, largest ${top}, ${short(all)} updates` : "";
   }
 

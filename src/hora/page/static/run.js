@@ -104,7 +104,7 @@ function tiles(now) {
     main ? [main[0], number(main[1]), "newest"] : null,
     ["Samples per second", short(speed || 0), `${short(now.samples)} in all`],
     ["Time", duration(now.seconds), over ? "from start to end" : now.eta_s ? `about ${duration(now.eta_s)} to go` : "since the start"],
-    now.bytes_per_step ? ["Sent per step", bytes(now.bytes_per_step), now.hidden !== null && now.hidden !== undefined ? `${percent(now.hidden)} hidden by compute` : "by one worker"] : null,
+    now.bytes_per_step ? ["Sent per step", bytes(now.bytes_per_step), now.hidden !== null && now.hidden !== undefined ? `${percent(now.hidden)} of it hidden` : "by one worker"] : null,
     now.rounds !== null && now.rounds !== undefined ? ["Rounds", whole(now.rounds), ""] : null,
     ["Checkpoints", whole(now.checkpoints), now.skipped ? `${whole(now.skipped)} steps skipped` : ""],
   ].filter(Boolean);
@@ -132,7 +132,7 @@ function curves() {
     wanted.add(key);
     let chart = charts.get(key);
     if (!chart) charts.set(key, (chart = new Chart($(holder), options)));
-    chart.set([{ name: options.title, color: hue, points }], x, log && key.startsWith("value/"));
+    chart.set([{ name: options.title, color: hue, points }], x, log && key.startsWith("value/"), $("smooth").checked);
   };
   if (first !== undefined) put(`value/${first}`, "main-chart", { title: first }, store.curves.get(`value/${first}`).points, PALETTE[0]);
   else $("main-chart").replaceChildren(el("p", { className: "empty", text: "Nothing was logged yet: job.log(loss=loss) draws a curve here." }));
@@ -147,7 +147,7 @@ function curves() {
     wanted.add(key);
     const title = kind === "busy" ? "servers: busy share" : "servers: queue";
     if (!charts.has(key)) charts.set(key, new Chart($("small-charts"), { title, from0: true, band: false }));
-    charts.get(key).set(found.map((points, k) => ({ name: `server ${k}`, color: PALETTE[k % 8], points: points ?? [] })), x, false);
+    charts.get(key).set(found.map((points, k) => ({ name: `server ${k}`, short: String(k), color: PALETTE[k % 8], points: points ?? [] })), x, false);
   }
   for (const [key, chart] of charts) {
     if (!wanted.has(key)) {
@@ -180,7 +180,7 @@ function redraw() {
 say($("name"), name);
 $("compare").href = `/compare?runs=${encodeURIComponent(name)}`;
 themeSwitch($("theme"), redraw);
-for (const input of document.querySelectorAll('input[name="x"], #log')) {
+for (const input of document.querySelectorAll('input[name="x"], #log, #smooth')) {
   input.addEventListener("change", () => store.now && (curves(), workers.update(store, choice("x"))));
 }
 $("more").addEventListener("click", () => {

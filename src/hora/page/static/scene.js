@@ -137,27 +137,25 @@ export class Scene {
   #edges(now) {
     const byRank = new Map(now.workers.map((worker) => [worker.rank, worker]));
     const gone = (end) => typeof end === "number" && byRank.has(end) && byRank.get(end).state !== "alive";
-    let most = 0;
-    for (const edge of this.edges) {
-      edge.rate = this.live && !gone(edge.from) && !gone(edge.to) ? this.#rate(edge, byRank) : 0;
-      most = Math.max(most, edge.rate);
-    }
+    for (const edge of this.edges) edge.rate = this.live && !gone(edge.from) && !gone(edge.to) ? this.#rate(edge, byRank) : 0;
     const flashing = this.plan.rounds && this.flash > performance.now();
-    let room = MAX_DOTS;
-    for (const edge of this.edges) {
-      const lit = this.plan.rounds && this.plan.kind === "rounds" ? flashing : edge.rate > 0;
+    const isLit = (edge) => (this.plan.kind === "rounds" ? flashing : edge.rate > 0);
+    const numLit = this.edges.filter(isLit).length;
+    const stride = Math.ceil((2 * numLit) / MAX_DOTS);
+    this.root.style.setProperty("--edge-alpha", Math.max(0.18, Math.min(0.75, 12 / (numLit || 1))).toFixed(2));
+    this.edges.forEach((edge, number) => {
+      const lit = isLit(edge);
       edge.node.classList.toggle("lit", lit);
       edge.node.classList.toggle("gone", gone(edge.from) || gone(edge.to));
       if (!edge.both) set(edge.node, "marker-end", lit ? "url(#arrow-lit)" : "url(#arrow)");
-      const wanted = lit && room > 0 ? Math.min(room, edge.both ? 2 : edge.length > 150 ? 3 : 2) : 0;
-      room -= wanted;
+      const wanted = !lit || number % stride ? 0 : edge.both ? 2 : edge.length < 60 ? 1 : edge.length > 150 ? 3 : 2;
       while (edge.dots.length < wanted) {
-        const dot = svg("circle", { r: 3, className: "dot" });
+        const dot = svg("circle", { r: edge.length < 60 ? 2.4 : 3, className: "dot" });
         edge.dots.push(dot);
         this.dots.append(dot);
       }
       while (edge.dots.length > wanted) edge.dots.pop().remove();
-    }
+    });
   }
 
   #rate(edge, byRank) {
@@ -201,10 +199,15 @@ export class Scene {
   }
 }
 
-function workerNode({ x, y }, rank, radius, rounds) {
+function workerNode({ x, y, angle }, rank, radius, rounds) {
   const ring = (className) => svg("circle", { cx: x, cy: y, r: radius, className, pathLength: 100, transform: `rotate(-90 ${x} ${y})` });
   const arcs = rounds ? [ring("arc local")] : PARTS.map((part) => ring(`arc ${part}`));
-  const label = svg("text", { x, y: y + radius + 14, className: "under" });
+  const aside = angle !== undefined && Math.abs(Math.cos(angle)) > 0.5; // beside it, away from its neighbours
+  const way = Math.sign(Math.cos(angle ?? 0));
+  const up = angle !== undefined && !aside && Math.sin(angle) < 0;
+  const label = aside
+    ? svg("text", { x: x + way * (radius + 9), y: y + 4, className: `under ${way < 0 ? "end" : "start"}` })
+    : svg("text", { x, y: up ? y - radius - 9 : y + radius + 16, className: "under" });
   const title = svg("title");
   const root = svg("g", { className: "node", "data-rank": rank }, title, svg("circle", { cx: x, cy: y, r: radius + 6, className: "halo" }),
     svg("circle", { cx: x, cy: y, r: radius, className: "disc" }), ...arcs, svg("text", { x, y: y + 1, className: "rank", text: rank }), label);

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from told import row, work, worker
+
+from hora.watch import tensorboard
+from hora.watch.board import Board
+from hora.watch.report import Histogram
+from hora.watch.tensorboard import TensorBoard
+
+needs_package = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is missing")
+
+
+def no_warning(text: str) -> None:
+    raise AssertionError(text)
+
+
+def read(path: str) -> list[Any]:
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    return [Event.FromString(record) for record in RawEventFileLoader(path).Load()]
+
+
+def write(board: Board, files: TensorBoard) -> None:
+    files.write(board.take_rows(), board, board.now(board.heard_at))
+
+
+@needs_package
+def test_scalars_histograms_and_speed_are_there_by_step(tmp_path: pathlib.Path) -> None:
+    board, files = Board(strategy="ring"), TensorBoard(str(tmp_path / "a" / "b"), no_warning)
+    for step in (1, 2):
+        for rank in (0, 1):
+            shown = [Histogram("w", step, 1000.0, -1.0, 1.0, [1, 3])]
+            rows = [row(step, loss=step / 2 + rank), row(step, **{f"only {rank}": 7.0})]
+            board.hear(worker(rank), work(step, rows=rows, histograms=shown), step * 1.0)
+        write(board, files)
+    files.close()
+    files.close()
+    [name] = os.listdir(tmp_path / "a" / "b")
+    assert ".tfevents." in name
+    first, *events = read(files.path)
+    assert first.file_version == "brain.Event:2"
+    values = [(event.step, value) for event in events for value in event.summary.value]
+    scalars = [(step, value.tag, value.simple_value) for step, value in values if value.HasField("simple_value")]
+    assert [(step, number) for step, tag, number in scalars if tag == "loss"] == [(1, 0.5), (2, 1.0)]
+    assert [step for step, tag, _ in scalars if tag == "only 1"] == [1, 2]
+    assert [step for step, tag, _ in scalars if tag == "hora/samples_per_s"] == [1, 2]
+    histograms = [(step, value.histo) for step, value in values if value.HasField("histo")]
+    assert [step for step, _ in histograms] == [1, 2]
+    histogram = histograms[0][1]
+    assert (histogram.min, histogram.max, histogram.num, histogram.sum) == (-1.0, 1.0, 4.0, 1.0)
+    assert list(histogram.bucket) == [1.0, 3.0] and list(histogram.bucket_limit) == [0.0, 1.0]
+    assert events[0].wall_time == pytest.approx(first.wall_time + 1.0)
+
+
+@needs_package
+def test_a_value_that_is_nan_is_written_as_such(tmp_path: pathlib.Path) -> None:
+    board, files = Board(), TensorBoard(str(tmp_path), no_warning)
+    board.hear(worker(0), work(1, rows=[row(1, loss=math.nan)]), 1.0)
+    write(board, files)
+    assert math.isnan(read(files.path)[1].summary.value[0].simple_value)
+    files.close()
+
+
+@needs_package
+def test_neither_torch_nor_tensorflow_is_imported(tmp_path: pathlib.Path) -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from told import row, work, worker
+from hora.watch.board import Board
+from hora.watch.tensorboard import TensorBoard
+files = TensorBoard({str(tmp_path)!r}, print)
+assert "tensorboard" not in sys.modules
+board = Board()
+board.hear(worker(0), work(1, rows=[row(1, loss=1.0)]), 1.0)
+files.write(board.take_rows(), board, board.now(1.0))
+files.close()
+assert "tensorboard" in sys.modules
+print(sorted({{"torch", "tensorflow"}} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_without_the_package_it_is_refused_with_the_way_out(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorboard, "_installed", lambda: False)
+    with pytest.raises(ValueError, match=r"pip install 'hora\[tensorboard\]'"):
+        TensorBoard(str(tmp_path), no_warning)
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard, "_installed", lambda: True)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be made: Not a directory; give another directory"):
+        TensorBoard(str(tmp_path / "file" / "runs"), no_warning)
+
+
+@needs_package
+def test_a_disk_that_fails_is_told_once(tmp_path: pathlib.Path) -> None:
+    warnings: list[str] = []
+    board, files = Board(), TensorBoard(str(tmp_path / "runs"), warnings.append)
+    (tmp_path / "runs").rmdir()
+    for step in (1, 2):
+        board.hear(worker(0), work(step, rows=[row(step, loss=1.0)]), 1.0)
+        write(board, files)
+    assert len(warnings) == 1 and "the run goes on without it" in warnings[0]
