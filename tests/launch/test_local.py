@@ -237,7 +237,7 @@ def test_the_run_directory_tells_what_was_run_and_how_it_ended(launcher: Launche
     assert begun["command"] == ["fail.py", "1", "raise"] and begun["size"] == 2 and begun["strategy"] == "ring"
     assert begun["versions"].keys() == {"hora", "torch"}
     assert ended["code"] == codes.SCRIPT_FAILED and ended["cause"].startswith("rank 1 ") and ended["seconds"] > 0
-    assert sorted(os.listdir(folder)) == ["end.json", "run.json"]
+    assert sorted(os.listdir(folder)) == ["end.json", "memory.sqlite", "metrics.jsonl", "run.json"]
 
 
 def test_a_run_directory_that_cannot_be_written_costs_one_warning(launcher: Launcher, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ class Story:
         """As the launcher ends it: the memory first, end.json, then the lock."""
         if self._lock is None:
             return
+        self.memory.keep("end", {"code": code})
         self.event("end", "run", f"the run has ended with code {code}")
         self.write()
         summary = self.board.summary(self.clock)

@@ -18,6 +18,7 @@ import pytest
 from pages import PATIENCE_S, Page, shown, until
 from stories import Story, older
 
+from hora.page import app as app_module
 from hora.page import feed as feed_module
 from hora.page.view import View
 from hora.serve import http as http_module
@@ -61,13 +62,14 @@ def test_a_live_run_is_told_whole(page: Page, story: Story) -> None:
     assert [one["step"] for one in told["histograms"]["grad/fc1"]] == [20, 40]
 
 
-def test_an_ended_run_is_told_by_the_same_words(page: Page, story: Story) -> None:
+@pytest.mark.parametrize(("code", "state"), [(0, "ended"), (3, "failed"), (130, "stopped")])
+def test_an_ended_run_is_told_by_the_same_words(page: Page, story: Story, code: int, state: str) -> None:
     live = page.get("/api/runs/one")
-    story.end(code=3)
+    story.end(code=code)
     time.sleep(0.6)  # what was told is kept for others as long
     told = page.get("/api/runs/one")
     assert told.keys() == live.keys()
-    assert (told["live"], told["state"], told["end"]["code"]) == (False, "failed", 3)
+    assert (told["live"], told["state"], told["end"]["code"]) == (False, state, code)
     assert told["summary"]["samples"] == 40 * 64 * 2
 
 
@@ -118,6 +120,7 @@ def test_a_run_elsewhere_is_shown_by_its_name(tmp_path: pathlib.Path, home: path
     with shown(home, x=str(story.path)) as page:
         told = page.get("/api/runs/x")
         assert told["live"] and told["run"] == {"command": ["t.py"]} and page.get("/api/runs")["runs"][0]["name"] == "x"
+        story.memory.keep("end", {"code": 0})
         story.event("end", "run", "over")
         story.write()
         until(lambda: not page.get("/api/runs/x")["live"])
@@ -312,6 +315,24 @@ def test_a_thousand_connections_hurt_nobody(page: Page, story: Story) -> None:
         for line in lines:
             line.close()
     assert page.get("/api/runs")["runs"][0]["name"] == "one"
+
+
+def test_large_answers_that_nobody_takes_are_bounded(
+    home: pathlib.Path, story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "MAX_LARGE", 3)
+    monkeypatch.setattr(http_module, "TAKE_S", 2.0)
+    for _ in range(20):
+        story.go(50)
+    with shown(home, send_bytes=4096) as page, contextlib.ExitStack() as open_lines:
+        for _ in range(3):
+            line = open_lines.enter_context(socket.socket())
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect(("127.0.0.1", page.port))
+            line.sendall(b"GET /api/runs/one HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda: page.ask("/api/runs/one")[0] == 503)
+        assert page.get("/api/runs")["runs"]
+        until(lambda: page.ask("/api/runs/one")[0] == 200)  # those who took nothing were let go
 
 
 def test_no_torch_is_imported() -> None:

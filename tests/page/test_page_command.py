@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from pages import PATIENCE_S
+from pages import PATIENCE_S, Page
 from stories import Story, older
 
 from hora.page.cli import dashboard
@@ -135,3 +135,33 @@ def test_what_is_no_socket_is_named(tmp_path: pathlib.Path) -> None:
         timeout=50, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 2 and "--fd 99 is no socket" in done.stderr
+
+
+def test_who_watches_sees_the_end_though_the_page_ends_with_the_launcher(tmp_path: pathlib.Path) -> None:
+    """The launcher writes the memory's last word, lets the page go, and only then writes end.json."""
+    story = Story(tmp_path, "r")
+    story.go(4)
+    with listen("127.0.0.1", 0) as listener:
+        fd = listener.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hora.page", "--fd", str(fd), "--home", str(tmp_path)],
+            pass_fds=[fd], stdin=subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            with Page(listener.getsockname()[1], tmp_path).stream("r") as stream:
+                assert (stream.next() or ("",))[0] == "whole"
+                story.memory.keep("end", {"code": 3, "cause": "rank 1 failed"})
+                story.event("end", "run", "rank 1 failed")
+                story.write()
+                assert process.stdin is not None
+                process.stdin.close()
+                events = []
+                while (event := stream.next()) is not None:
+                    events.append(event)
+            assert [kind for kind, _ in events] == ["change", "end"]
+            assert events[0][1]["state"] == "failed" and events[0][1]["end"]["code"] == 3
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+            process.wait()
+    story.end()

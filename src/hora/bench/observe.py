@@ -57,7 +57,7 @@ def main(ranks: int, models: list[str], rounds: int | None, records: int | None,
     limits = [limit for limit in RECORDS if limit < (records or RECORDS[-1])] + [records or RECORDS[-1]]
     memory = measure_memory(limits)
     rows.append(memory)
-    kept = ", ".join(f"{mb:.1f} MB after {number:,}" for number, mb in memory["rss_mb"].items())
+    kept = ", ".join(f"{mb:.1f} MB after {int(number):,}" for number, mb in memory["rss_mb"].items())
     print(f"memory of the watcher's process: {kept} records ({memory['records_per_s']:,.0f} records/s)")
     from . import table
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..serve.door import Door, error_response
+from ..serve.door import LARGE_BYTES, Door, error_response
 from ..serve.refusal import Refusal
 from . import catalogue, metrics, predictor
 from .feed import Feeds, Full
@@ -28,6 +28,7 @@ from .view import View
 
 MAX_BYTES = 1 << 20  # of a request's body
 NUM_READERS = 4  # threads that read memories and ask predictors for requests, besides the feeds' own
+MAX_LARGE = 64  # answers above LARGE_BYTES that are under way at once
 KEEP_S = 0.5  # for which an answer is told to others as well
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -69,6 +70,7 @@ def make_app(runs: Runs, *, allowed_hosts: Collection[str] = ()) -> Starlette:
         exception_handlers={Refusal: _refused, Missing: _missing, HTTPException: _astray, Exception: _broken},
     )
     app.router.redirect_slashes = False
+    app.state.feeds = desk.feeds
     return app
 
 
@@ -77,7 +79,8 @@ class _Desk:
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._feeds = Feeds(runs)
+        self.feeds = Feeds(runs)
+        self.num_large = 0  # answers under way
         self._files = _files()
         self._kept: dict[str, tuple[float, asyncio.Future[bytes]]] = {}
         self._readers: anyio.CapacityLimiter | None = None
@@ -113,12 +116,15 @@ class _Desk:
         def read() -> bytes:
             return View(self._runs, name).whole()
 
-        return _json(await self._shared(f"run {name}", read))
+        body = await self._shared(f"run {name}", read)
+        if len(body) > LARGE_BYTES and self.num_large >= MAX_LARGE:
+            raise Refusal("too many large answers are under way", 503)
+        return _Large(self, body) if len(body) > LARGE_BYTES else _json(body)
 
     async def live(self, request: Request) -> Response:
         name = request.path_params["name"]
         await self._in_thread(lambda: self._runs.find(name))
-        return _Stream(self._feeds, name)
+        return _Stream(self.feeds, name)
 
     async def metrics(self, request: Request) -> Response:
         body = await self._shared("metrics", lambda: metrics.text(self._runs))
@@ -165,6 +171,21 @@ class _Desk:
         if key not in self._kept:
             self._kept[key] = (now, asyncio.ensure_future((hand or self._in_thread)(work)))
         return await asyncio.shield(self._kept[key][1])
+
+
+class _Large(Response):
+    """An answer that is counted until it is taken, so that those who do not take theirs cost bounded memory."""
+
+    def __init__(self, desk: _Desk, body: bytes) -> None:
+        super().__init__(body, headers={"Cache-Control": "no-store"}, media_type="application/json")
+        self._desk = desk
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._desk.num_large += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._desk.num_large -= 1
 
 
 class _Stream(Response):

@@ -39,9 +39,9 @@ it.
     "times.",
 )  # fmt: skip
 def dashboard(port: str, run_dirs: tuple[str, ...], host_names: tuple[str, ...]) -> None:
-    from hora.serve.config import address_of
-    from hora.serve.listening import listen_near
-
+    from ..launch import runfile
+    from ..serve.config import address_of
+    from ..serve.listening import listen_near
     from .runs import Runs, named
 
     try:
@@ -59,14 +59,8 @@ def dashboard(port: str, run_dirs: tuple[str, ...], host_names: tuple[str, ...])
     number = listener.getsockname()[1]
     if wanted and number != wanted:
         click.echo(f"port {wanted} is taken, so this is port {number}", err=True)
-    home = home_directory()
+    home = runfile.home()
     shown = f"[{host}]" if ":" in host else host
     count = len(Runs(home, others).all())
     click.echo(f"{count} {'run' if count == 1 else 'runs'} of {home} on http://{shown}:{number}/ (Ctrl-C ends it)")
     serve(listener, home=home, others=others, host_names=host_names)
-
-
-def home_directory() -> str:
-    """Where runs are kept that were given no directory of their own."""
-    state = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-    return os.path.join(state, "hora", "runs")

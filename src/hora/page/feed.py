@@ -31,6 +31,7 @@ class Feeds:
         self._runs = runs
         self._feeds: dict[str, Feed] = {}
         self.num_streams = 0
+        self.is_closing = False  # set to let everybody go after one last look
 
     @contextlib.asynccontextmanager
     async def watch(self, name: str) -> AsyncIterator[AsyncIterator[bytes]]:
@@ -39,14 +40,14 @@ class Feeds:
             raise Full(f"{MAX_STREAMS} pages watch already, and no more are served live; ask now and then instead")
         self.num_streams += 1
         try:
-            feed = self._feeds.setdefault(name, Feed(self._runs, name))
+            feed = self._feeds.setdefault(name, Feed(self, self._runs, name))
             watcher = feed.join()
             try:
                 yield watcher.events()
             finally:
                 feed.leave(watcher)
-                if not feed.watchers:
-                    self._feeds.pop(name, None)
+                if not feed.watchers and self._feeds.get(name) is feed:
+                    del self._feeds[name]
         finally:
             self.num_streams -= 1
 
@@ -86,8 +87,8 @@ class Watcher:
 class Feed:
     """One run's watchers, and the task that looks for them."""
 
-    def __init__(self, runs: Runs, name: str) -> None:
-        self._runs, self._name = runs, name
+    def __init__(self, feeds: Feeds, runs: Runs, name: str) -> None:
+        self._feeds, self._runs, self._name = feeds, runs, name
         self._task: asyncio.Task[None] | None = None
         self.watchers: set[Watcher] = set()
 
@@ -108,16 +109,17 @@ class Feed:
         hand = ThreadPoolExecutor(1, "hora-page-feed")  # its own, so that a slow disk holds up nobody else
         try:
             view = await loop.run_in_executor(hand, View, self._runs, self._name)
-            while self.watchers:
+            over = False
+            while self.watchers and not over:
+                over = self._feeds.is_closing
                 fresh = [watcher for watcher in self.watchers if watcher.is_new]
                 for watcher in fresh:
                     watcher.is_new = False
-                over, whole, change = await loop.run_in_executor(hand, _look, view, bool(fresh))
-                for watcher in [*self.watchers]:
-                    self._tell(watcher, whole if watcher in fresh else change, over)
-                if over:
-                    return
-                await asyncio.sleep(EVERY_S)
+                ended, whole, change = await loop.run_in_executor(hand, _look, view, bool(fresh))
+                for watcher in [watcher for watcher in self.watchers if not watcher.is_new]:
+                    self._tell(watcher, whole if watcher in fresh else change, ended)
+                over = over or ended
+                await asyncio.sleep(0 if over else EVERY_S)
         except Missing:
             pass
         finally:
@@ -126,10 +128,10 @@ class Feed:
                     watcher.drop()
             hand.shutdown(wait=False)
 
-    def _tell(self, watcher: Watcher, message: bytes | None, over: bool) -> None:
+    def _tell(self, watcher: Watcher, message: bytes | None, ended: bool) -> None:
         taken = message is None or watcher.put(message)
-        if over:
-            taken = taken and watcher.put(_event("end", b"{}")) and watcher.put(None)
+        if ended:
+            taken = taken and watcher.put(_event("end", b"{}"))
         if not taken:
             watcher.drop()
             self.watchers.discard(watcher)
@@ -139,7 +141,8 @@ def _look(view: View, with_whole: bool) -> tuple[bool, bytes | None, bytes | Non
     """Whether the run is over, all of it if somebody is new, and what changed. What changed is read first: who is new
     hears some of it twice then, and misses nothing."""
     if view.is_new:
-        return view.is_over, _event("whole", view.begin()), None
+        begin = view.begin()
+        return view.is_over, _event("whole", begin), None
     news = view.change()
     over = view.is_over
     change = None if news is None else _event("whole" if news[1] else "change", news[0])

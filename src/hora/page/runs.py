@@ -9,9 +9,8 @@ import stat
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hora.launch import runfile
-from hora.launch.config import NAME_PATTERN
-
+from ..launch import runfile
+from ..launch.config import NAME_PATTERN
 from ..watch.memory import NAME as MEMORY
 from ..watch.reading import Reading
 

@@ -27,9 +27,15 @@ def serve(
 ) -> None:
     """Show the runs in `home`, and `others` by name and directory, in the main thread; closes the listener."""
     hosts = [*names_of(listener.getsockname()[0]), *host_names]
-    server = Server(make_app(Runs(home, others), allowed_hosts=hosts), listener=listener)
+    app = make_app(Runs(home, others), allowed_hosts=hosts)
+    server = Server(app, listener=listener)
     with _signals() as asked:
-        server.run(lambda: bool(asked) or until())
+
+        def is_over() -> bool:
+            app.state.feeds.is_closing = bool(asked) or until()
+            return bool(app.state.feeds.is_closing)
+
+        server.run(is_over)
 
 
 @contextlib.contextmanager

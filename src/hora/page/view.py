@@ -7,11 +7,14 @@ from typing import Any
 
 import msgspec
 
+from ..launch import codes
+from ..watch.now import Now
 from ..watch.reading import Reading
 from .runs import Missing, Run, Runs
 
 encode = msgspec.json.Encoder().encode
 
+STOPS = (codes.INTERRUPTED, codes.OUTPUT_CLOSED, codes.TERMINATED)
 GLANCES = 4  # looks at the memory for one at the directory
 
 
@@ -25,6 +28,7 @@ class View:
         self._reading: Reading | None = None
         self._problem = ""
         self._state = ""
+        self._ended: dict[str, Any] | None = None  # what the memory says of the end; end.json is written after it
         self._version = 0
         self._event = 0
         self._looks = 0
@@ -33,8 +37,8 @@ class View:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing will change any more. Where there is no run.json there is no lock: the memory tells."""
-        return not self._run.live or (not self._run.begun and self._state == "ended")
+        """Whether nothing will change any more: its launcher has gone, or has written how it ended."""
+        return not self._run.live or self._ended is not None
 
     @property
     def is_new(self) -> bool:
@@ -59,11 +63,11 @@ class View:
                 told["version"], told["curves"] = reading.curves()
                 told["events"] = reading.events()
                 told["histograms"] = reading.histograms()
-                told["now"] = reading.now()
+                told["now"] = self._now(reading)
                 told["summary"] = reading.facts("summary")
             except ValueError as problem:
                 self._problem = str(problem)
-        self._state = state_of(self._run, told["now"].state if "now" in told else "")
+        self._settle(told)
         facts = self._facts()
         if begin:
             self._version, self._event = told["version"], told["events"][-1].number if told["events"] else 0
@@ -81,8 +85,7 @@ class View:
         if self._reading is not None:
             with contextlib.suppress(ValueError):
                 told = self._news(self._reading)
-        if "now" in told or not self._run.live:
-            self._state = state_of(self._run, told["now"].state if "now" in told else self._state)
+        self._settle(told)
         facts = self._facts()
         told |= {key: value for key, value in facts.items() if self._told.get(key) != value}
         self._told = facts
@@ -93,7 +96,7 @@ class View:
         told: dict[str, Any] = {}
         if version != self._version:
             told["version"], told["curves"] = reading.curves(after=self._version)
-            told["now"] = reading.now()
+            told["now"] = self._now(reading)
             told["events"] = reading.events(after=self._event)
             self._version = told["version"]
             self._event = told["events"][-1].number if told["events"] else self._event
@@ -106,6 +109,17 @@ class View:
             told["summary"] = reading.facts("summary")
         return told
 
+    def _now(self, reading: Reading) -> Now:
+        now = reading.now()
+        ended = reading.facts("end") if now.state == "ended" else None
+        self._ended = ended if isinstance(ended, dict) else None
+        return now
+
+    def _settle(self, told: dict[str, Any]) -> None:
+        """What state the run is in."""
+        run = self._run._replace(ended=self._run.ended or self._ended, live=not self.is_over)
+        self._state = state_of(run, told["now"].state if "now" in told else self._state)
+
     def _refresh(self, again: bool) -> bool:
         """Look at the directory, if it is time, and open the memory that is there now; whether it is another one."""
         if again:
@@ -117,7 +131,7 @@ class View:
         if mark == self._mark and not (self._problem and self._run.live):  # it may have been on its way
             return False
         before, self._mark = self._mark, mark
-        self._reading = None
+        self._reading = self._ended = None
         try:
             self._reading, self._problem = self._run.read(), ""
         except ValueError as problem:
@@ -125,20 +139,23 @@ class View:
         return before not in (None, mark)
 
     def _facts(self) -> dict[str, Any]:
-        run, begun, ended = self._run, self._run.begun, self._run.ended
+        run, begun = self._run, self._run.begun
         if not begun and self._reading is not None:
             with contextlib.suppress(ValueError):
-                begun, ended = self._reading.facts("config") or {}, self._reading.facts("end")
+                begun = self._reading.facts("config") or {}
         return {
-            "name": run.name, "live": not self.is_over, "run": begun, "end": ended, "problem": self._problem,
+            "name": run.name, "live": not self.is_over, "run": begun, "end": run.ended or self._ended,
+            "problem": self._problem,
             "remembered": self._mark is not None, "state": self._state,
         }  # fmt: skip
 
 
 def state_of(run: Run, told: str) -> str:
-    """starting, running, ended, failed, or lost: its launcher went without a word. `told` is what its memory says."""
+    """starting, running, ended, stopped, failed, or lost: its launcher went without a word. `told` is what its memory
+    says."""
     if run.live:
         return told if told in ("starting", "running", "ended") else "starting"
     if run.ended is None:
         return "ended" if told == "ended" else "lost"
-    return "ended" if run.ended.get("code") in (0, None) else "failed"
+    code = run.ended.get("code")
+    return "ended" if code in (codes.OK, None) else "stopped" if code in STOPS else "failed"

@@ -8,9 +8,8 @@ import logging
 import os
 import re
 import signal
-import socket
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -32,6 +31,7 @@ from ..transport.passing import Passing
 from .answering import Answerer
 from .app import make_app
 from .config import ServeConfig
+from .door import names_of
 from .http import Server
 from .protocol import Signature
 from .publisher import FETCH_S, Offer
@@ -121,7 +121,7 @@ def _answer(
         max_wait_ms=config.max_wait_ms,
     )  # fmt: skip
     try:
-        app = make_app(answerer, name=config.name, allowed_hosts=_hosts(config))
+        app = make_app(answerer, name=config.name, allowed_hosts=[*names_of(config.host), *config.hosts])
         server = Server(app, config.host, config.port)
         with _signals() as asked:
             url = dataclasses.replace(config, port=server.address[1]).url
@@ -147,16 +147,6 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _hosts(config: ServeConfig) -> Collection[str]:
-    """The names by which it may be asked, besides this machine's for itself; where all may ask, all its addresses."""
-    if config.host not in ANYWHERE:
-        return [config.host, *config.hosts]
-    own = {socket.gethostname()}
-    with contextlib.suppress(OSError):
-        own |= {str(address[0]) for *_, address in socket.getaddrinfo(socket.gethostname(), None)}
-    return [*own, *config.hosts]
 
 
 def _signature(words: bytes) -> Signature | None:

@@ -19,7 +19,8 @@ from . import trace_summary
 @click.option(
     "--summary",
     is_flag=True,
-    help="In words: what each rank spent its time on, what communication was hidden, who was waited for.",
+    help="In words: what each rank spent its time on, what communication was hidden, who was waited for, e.g. hora "
+    "trace run.json --summary.",
 )
 def trace(file: str, summary: bool) -> None:
     try:

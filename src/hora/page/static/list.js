@@ -3,7 +3,7 @@
 import { $, ask, el, keep, say, set, themeSwitch } from "./dom.js";
 import { date, duration, number, short, whole } from "./format.js";
 
-const STATES = { starting: "starting", running: "running", ended: "ended", failed: "failed", lost: "broken off" };
+const STATES = { starting: "starting", running: "running", ended: "ended", failed: "failed", stopped: "stopped", lost: "broken off" };
 const EVERY_MS = 3000;
 const chosen = new Set();
 let runs = [];

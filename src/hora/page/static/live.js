@@ -5,10 +5,10 @@ import { ask } from "./dom.js";
 const POLL_MS = 3000;
 
 export class Live {
-  // told(kind, message): whole, change, end; link(text): "" while all is well
-  constructor(name, told, link) {
+  // told(kind, message): whole, change, end; link(text): "" while all is well; ended(): whether the run has said its last
+  constructor(name, told, link, ended) {
     this.path = `/api/runs/${encodeURIComponent(name)}`;
-    [this.told, this.link] = [told, link];
+    [this.told, this.link, this.ended] = [told, link, ended];
     document.addEventListener("visibilitychange", () => this.#visible());
   }
 
@@ -37,8 +37,9 @@ export class Live {
     });
     source.addEventListener("error", () => {
       if (this.over) return;
+      if (this.ended()) return this.stop();
       if (source.readyState === EventSource.CLOSED) this.#poll();
-      else this.link("The connection is lost; trying again.");
+      else this.link("The page's server is gone; trying again. After a run's end, hora dashboard shows it.");
     });
   }
 

@@ -11,7 +11,7 @@ import { Workers } from "./workers.js";
 
 const FIRST = ["loss", "train_loss", "train/loss"];
 const MANY = 9; // charts of values that are shown at once
-const STATES = { starting: "starting", running: "running", ended: "ended", failed: "failed", lost: "broken off" };
+const STATES = { starting: "starting", running: "running", ended: "ended", failed: "failed", stopped: "stopped", lost: "broken off" };
 
 const name = decodeURIComponent(location.pathname.split("/")[2] ?? "");
 const store = new Store();
@@ -30,7 +30,7 @@ const live = new Live(name, (kind, told) => {
 }, (text) => {
   $("link").hidden = !text;
   say($("link"), text);
-});
+}, () => store.now?.state === "ended");
 
 function choice(group) {
   return document.querySelector(`input[name="${group}"]:checked`).value;
@@ -80,7 +80,7 @@ function problem() {
   const end = told.end;
   let text = told.problem ?? "";
   if (!text && told.remembered === false) text = told.live ? "The run has not told anything yet." : "This run kept no memory of its curves: it is from an older version of Hora, or its directory could not be written. What is known of it stands below.";
-  if (!text && told.state === "failed") text = `It ended with code ${end?.code}${end?.cause ? `: ${typeof end.cause === "string" ? end.cause : JSON.stringify(end.cause)}` : ""}`;
+  if (!text && ["failed", "stopped"].includes(told.state)) text = `It ended with code ${end?.code}${end?.cause ? `: ${typeof end.cause === "string" ? end.cause : JSON.stringify(end.cause)}` : ""}`;
   if (!text && told.state === "lost") text = "Its launcher went without a word; this is what was known then.";
   $("problem").hidden = !text;
   say($("problem"), text);

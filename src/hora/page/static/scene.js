@@ -6,6 +6,8 @@ import { place, planOf, roundLength } from "./layout.js";
 
 const MAX_DOTS = 48;
 const SPEED = 110; // pixels a second
+const SPOTS = 48; // of a line, between which a dot moves straight
+const FRAME_MS = 30;
 const PARTS = ["compute", "wait", "comm"];
 const TITLES = {
   ring: "Ring all-reduce: each worker sends to the next", star: "Star: everyone sends to rank 0, which sends back",
@@ -20,7 +22,7 @@ export class Scene {
     this.root = svg("svg", { className: "scene", role: "img" });
     holder.append(this.root);
     this.key = "";
-    this.flash = 0;
+    this.flash = this.drawn = 0;
     this.lastRounds = null;
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
     new ResizeObserver(() => this.now && this.update(this.now)).observe(holder);
@@ -57,14 +59,17 @@ export class Scene {
       return { ...edge, node: path, rate: 0, dots: [] };
     });
     this.dots = svg("g", { className: "dots" });
-    this.nodes = layout.nodes.map((node, rank) => workerNode(node, rank, layout.radius, plan.rounds));
+    this.nodes = layout.nodes.map((node, rank) => workerNode(node, rank, layout.radius, plan.rounds, width));
     this.boxes = layout.servers.map((box, number) => serverBox(box, number));
     this.middle = layout.hub ? hubNode(layout.hub, plan) : null;
     this.center = plan.kind === "ring" && plan.num > 2 ? centerText(layout) : null;
     const defs = svg("defs", {}, arrow("arrow"), arrow("arrow-lit"));
     this.root.replaceChildren(...[defs, svg("g", {}, ...this.edges.map((edge) => edge.node)), this.dots, this.middle?.root, this.center?.root,
       ...this.boxes.map((box) => box.root), ...this.nodes.map((node) => node.root)].filter(Boolean));
-    for (const edge of this.edges) edge.length = edge.node.getTotalLength();
+    for (const edge of this.edges) {
+      edge.length = edge.node.getTotalLength();
+      edge.spots = Array.from({ length: SPOTS + 1 }, (_, spot) => edge.node.getPointAtLength((spot / SPOTS) * edge.length));
+    }
   }
 
   #workers(now) {
@@ -170,15 +175,17 @@ export class Scene {
 
   #frame(at) {
     requestAnimationFrame((next) => this.#frame(next));
-    if (!this.edges || document.hidden) return;
+    if (!this.edges || document.hidden || at - this.drawn < FRAME_MS) return;
+    this.drawn = at;
     this.dots.classList.toggle("still", this.still.matches);
     for (const edge of this.edges) {
       if (!edge.dots.length || this.still.matches) continue;
       edge.dots.forEach((dot, place) => {
         const along = ((at / 1000) * SPEED / edge.length + (edge.both ? 0 : place / edge.dots.length)) % 1;
-        const spot = edge.node.getPointAtLength((edge.both && place ? 1 - along : along) * edge.length);
-        dot.setAttribute("cx", spot.x.toFixed(1));
-        dot.setAttribute("cy", spot.y.toFixed(1));
+        const far = (edge.both && place ? 1 - along : along) * SPOTS;
+        const [from, to, share] = [edge.spots[Math.floor(far)], edge.spots[Math.min(SPOTS, Math.floor(far) + 1)], far % 1];
+        dot.setAttribute("cx", (from.x + (to.x - from.x) * share).toFixed(1));
+        dot.setAttribute("cy", (from.y + (to.y - from.y) * share).toFixed(1));
       });
     }
   }
@@ -199,11 +206,12 @@ export class Scene {
   }
 }
 
-function workerNode({ x, y, angle }, rank, radius, rounds) {
+function workerNode({ x, y, angle }, rank, radius, rounds, width) {
   const ring = (className) => svg("circle", { cx: x, cy: y, r: radius, className, pathLength: 100, transform: `rotate(-90 ${x} ${y})` });
   const arcs = rounds ? [ring("arc local")] : PARTS.map((part) => ring(`arc ${part}`));
-  const aside = angle !== undefined && Math.abs(Math.cos(angle)) > 0.5; // beside it, away from its neighbours
   const way = Math.sign(Math.cos(angle ?? 0));
+  const end = x + way * (radius + 72);
+  const aside = angle !== undefined && Math.abs(Math.cos(angle)) > 0.5 && end > 0 && end < width; // away from its neighbours
   const up = angle !== undefined && !aside && Math.sin(angle) < 0;
   const label = aside
     ? svg("text", { x: x + way * (radius + 9), y: y + 4, className: `under ${way < 0 ? "end" : "start"}` })
