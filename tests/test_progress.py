@@ -7,6 +7,7 @@ import torch
 
 from hora import progress
 from hora.progress import Progress
+from hora.training.course import Course
 
 
 class Stand:
@@ -15,7 +16,7 @@ class Stand:
     sync = None
     step = 0
     num_samples = 0
-    current_epoch: int | None = 0
+    course = Course()
 
 
 def test_many_calls_are_few_lines_and_the_last_values_are_shown(
@@ -24,6 +25,7 @@ def test_many_calls_are_few_lines_and_the_last_values_are_shown(
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     shown, stand = Progress(), Stand()
+    stand.course.epoch = 0
     for step in range(1, 31):
         now[0] += 0.1
         stand.step, stand.num_samples = step, 4 * step

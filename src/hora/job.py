@@ -35,6 +35,7 @@ from .server.access import Access
 from .strategies import PS, Auto, Engine, LocalSGD, Strategy
 from .strategies.sync import Traffic
 from .training import Training, several
+from .watch import spans
 from .watch.values import Histogram, checked
 from .world import World
 
@@ -312,7 +313,8 @@ class Job:
 
         Where a run goes on without a worker that was lost, the lowest rank that is left writes by itself; "" elsewhere.
         """
-        saved = self._save(os.fspath(directory), keep)
+        with spans.during(spans.TRAINING, "checkpoint", step=self.step):
+            saved = self._save(os.fspath(directory), keep)
         self.training.show(True)  # it has closed the round
         if saved and (self.rank == 0 or self._apart or self._joined):
             self._note("checkpoint", saved)
@@ -345,7 +347,8 @@ class Job:
         A worker that joins a run has its parameters from the servers, and restores nothing."""
         if self._joined:
             return None
-        step = saving.restore(self.training, self.group, os.fspath(directory))
+        with spans.during(spans.TRAINING, "checkpoint", what="restored"):
+            step = saving.restore(self.training, self.group, os.fspath(directory))
         self.training.show(True)
         if step is not None and self.rank == 0:
             self._note("restore", f"from step {step} in {os.fspath(directory)}")
@@ -421,6 +424,8 @@ def init(
     if chosen.uses_servers and identity.rate_bytes_per_s is not None:
         raise ValueError("HORA_RATE_BYTES_PER_S holds for what workers send to each other; servers would not heed it")
     limit = identity.timeout_s or timeout_s or TIMEOUT_S
+    if identity.trace and identity.role != "predictor":
+        spans.open(identity.trace, identity.role, identity.rank)
     meeting = meet(identity)
     role = "worker" if identity.launcher == "alone" else identity.role  # alone, nobody else would form the run
     member = Member(role, identity.rank, socket.gethostname(), os.getpid())
@@ -501,6 +506,7 @@ def _access(identity: Identity, meeting: Meeting, member: Member, timeout_s: flo
         timeout_s=timeout_s,
         shared=transport in ("auto", "shm"),
         history=identity.history,
+        watched=identity.watched,
     )
 
 

@@ -37,8 +37,8 @@ class Progress:
         now = time.monotonic()
         speed = (training.num_samples - self._shown_samples) / max(1e-9, now - self._shown_at)
         parts = [f"step {training.step}"]
-        if training.current_epoch is not None:
-            parts.append(f"epoch {training.current_epoch}")
+        if training.course.epoch is not None:
+            parts.append(f"epoch {training.course.epoch}")
         parts += [f"{name} {float(value):.4g}" for name, value in self._values.items()]
         if training.sync is not None:
             parts += [f"{name} {value:.3g}" for name, value in training.sync.notes().items()]

@@ -35,7 +35,8 @@ class Sync:
 
 
 def training(**given: Any) -> Any:
-    about = {"sync": Sync(), "step": 0, "own_samples": 0, "current_epoch": 2, "num_epochs": 5, "progress": lambda: 0.5}
+    course = SimpleNamespace(epoch=2, num_epochs=5, progress=lambda step, max_steps: 0.5)
+    about = {"sync": Sync(), "step": 0, "max_steps": None, "own_samples": 0, "course": course}
     return SimpleNamespace(**{**about, **given})
 
 

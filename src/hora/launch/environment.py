@@ -47,6 +47,7 @@ class Identity:
     token_file: str = ""
     scratch: str = ""
     history: str = ""  # a folder for what servers did, for those who check them
+    trace: str = ""  # a folder for this process's spans
     watched: bool = False  # somebody wants reports
     progress: str = "plain"  # what rank 0 prints of it: plain lines; else nothing
     serve: ServeConfig | None = None  # the run has a predictor; or, alone, this process is one, of a checkpoint
@@ -184,6 +185,7 @@ def _with_settings(identity: Identity, env: Mapping[str, str]) -> Identity:
         bind=env.get("HORA_BIND", identity.bind),
         token_file=env.get("HORA_TOKEN_FILE", ""),
         history=env.get("HORA_HISTORY", ""),
+        trace=env.get("HORA_TRACE", ""),
         watched=env.get("HORA_WATCH") == "1" and identity.launcher == "hora",
         progress=env.get("HORA_PROGRESS", "plain"),
         serve=ServeConfig.parse(env["HORA_SERVE"]) if env.get("HORA_SERVE") else None,

@@ -22,13 +22,16 @@ import torch
 from .. import letters, memory
 from ..collectives.base import Group
 from ..coordinator import Control
-from ..data import Block, Portion, Shard
+from ..data import Portion, Shard
 from ..errors import HoraError
 from ..roster import Roster
 from ..server.access import Access
 from ..server.embedding import tables_of
 from ..strategies import Strategy
 from ..strategies.sync import Halt, Sync
+from ..watch import spans
+from ..watch.stages import Stages
+from .course import Course
 from .farewell import Farewell
 from .hooks import Hook
 from .orders import Orders, is_enabled
@@ -86,7 +89,7 @@ class Training:
         self._shards: list[weakref.ref[Shard]] = []
         self._newest: Shard | None = None  # kept, so that its ledger can be looked at after its loop
         self.infinite: set[str] = set()  # buffers that were so from the start, a mask of -inf perhaps
-        self.current_epoch: int | None = None
+        self.course = Course()
         self._group = group
         self._control = control
         self._strategy = strategy
@@ -101,15 +104,13 @@ class Training:
         self._taken = False
         self._unfinished: int | None = None  # a loop that this worker left before its end
         self._num_runs = 0
-        self._num_epochs = 0
-        self._finished = False  # the last of them has ended
-        self._done: tuple[int, int] | None = None  # batches of this epoch that have begun, and how many there are
         self._noted_at = 0.0
         self._loops: dict[int, int] = {}  # loops of this worker that are open: by loader's id
         self._together = False  # whether the workers step together, so that one that leaves is missed
         self._farewell = Farewell(group, control)
         self._orders: Orders | None = None
         self._handles: list[Any] = []
+        self._stages = Stages()  # for the trace
 
     # -- prepare -----------------------------------------------------------------------------------------------------
 
@@ -151,6 +152,10 @@ class Training:
         if len(self.optimizers) > 1 or sync.rounds is not None:
             # Behind the one above, which may close a round; so may a step that a scaler leaves out.
             self._handles += [each.register_forward_pre_hook(Hook(self._before_forward)) for each in self.models]
+        if spans.on:  # behind the strategy's, whose work at the end of a backward belongs to it
+            begin, end = Hook(self._stages.before_forward), Hook(self._stages.after_forward)
+            for each in self.models:
+                self._handles += [each.register_forward_pre_hook(begin), each.register_forward_hook(end)]
         for each_optimizer in self.optimizers:
             self._handles.append(each_optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(each_optimizer.register_step_post_hook(self._after_step))
@@ -203,6 +208,7 @@ class Training:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.sync is not None
+        self._stages.before_step()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args begin with the optimizer
         changed = None
         if callable(closure) and not isinstance(optimizer, torch.optim.LBFGS):
@@ -275,6 +281,7 @@ class Training:
             self._unshown.add(id(optimizer))
             if len(self._unshown) == len(self.optimizers):
                 self._show()
+        self._stages.after_step(self.step, self.optimizers.index(optimizer))
 
     def _show(self, at_once: bool = False) -> None:
         """Every optimizer has done its part of the step counted last, as far as it will."""
@@ -343,11 +350,11 @@ class Training:
     # -- the loaders' seat -------------------------------------------------------------------------------------------
 
     def epoch(self) -> int | None:
-        return self.current_epoch
+        return self.course.epoch
 
     def last_epoch(self) -> bool:
         """Whether no other comes after this one, as far as is known."""
-        return self.current_epoch is None or self.current_epoch >= self._num_epochs - 1
+        return self.course.is_last
 
     def begin_at(self, epoch: int) -> None:
         """`epochs` goes on from there."""
@@ -393,6 +400,7 @@ class Training:
         self._broke = False
         if self.training():
             self._train(loader)
+        self._stages.fetch()
 
     def _train(self, loader: Shard) -> None:
         assert self.sync is not None
@@ -417,6 +425,7 @@ class Training:
                 self._train(loader)
 
     def begin(self, loader: Shard, portion: Portion) -> None:
+        self._stages.fetched()
         if self.sync is None or not torch.is_grad_enabled() or (self._loops and not self.training(loader)):
             return  # an evaluation, perhaps inside of a training loop
         if self._unshown is not None:
@@ -426,29 +435,9 @@ class Training:
         self._held[id(loader)] = Held(loader, portion, followed)  # the newest last
         self.num_samples += portion.total
         self.own_samples += portion.mine
-        self._note_batch(loader, portion)
+        self.course.note(loader, portion, self.size)
         self.sync.weigh(portion.weight, portion.weight)
         self._begin_batch(portion)
-
-    def _note_batch(self, loader: Shard, portion: Portion) -> None:
-        with contextlib.suppress(TypeError):  # a stream has no length
-            self._done = (portion.batch + 1, len(loader) * (self.size if isinstance(portion, Block) else 1))
-
-    def progress(self) -> float | None:
-        """How much of the training is done, 0 to 1, as far as can be known. Thread-safe."""
-        epoch, done, parts = self.current_epoch, self._done, []
-        if self.max_steps:
-            parts.append(self.step / self.max_steps)
-        if epoch is not None and self._num_epochs and done is not None:
-            parts.append((epoch + done[0] / max(1, done[1])) / self._num_epochs)
-        elif self._finished:
-            parts.append(1.0)
-        return min(1.0, max(parts)) if parts else None
-
-    @property
-    def num_epochs(self) -> int | None:
-        """As `epochs` was told."""
-        return self._num_epochs or None
 
     def _begin_batch(self, portion: Portion) -> None:
         assert self.sync is not None
@@ -465,9 +454,15 @@ class Training:
             except Halt as halt:
                 self._halt(halt)
         self._held.pop(id(loader), None)
+        self._stages.fetch()
 
     def absent(self, loader: Shard, portion: Portion) -> None:
         """Does as rank 0 says until the end of the batch; where workers do not step together it steps by itself."""
+        self._stages.fetched()
+        self._stand_in(loader, portion)
+        self._stages.fetch()
+
+    def _stand_in(self, loader: Shard, portion: Portion) -> None:
         assert self.sync is not None
         if not self.sync.lockstep:
             self._begin_batch(portion)
@@ -578,7 +573,7 @@ class Training:
             self.sync.stop_wanted = True
 
     def epochs(self, count: int) -> Iterator[int]:
-        self._num_epochs, self._finished = count, False
+        self.course.begin(count)
         self._num_runs += 1
         run = self._farewell.run = self._num_runs
         finished = False
@@ -589,12 +584,13 @@ class Training:
                     self._unfinished = None
                 if self.stopped():
                     break
-                self.current_epoch = number
+                self.course.epoch = number
                 yield number
             finished = True
-            self._finished = not self._stopping
+            if not self._stopping:
+                self.course.finish()
         finally:
-            self.current_epoch = None
+            self.course.epoch = None
             self._first_epoch = self._farewell.run = 0
             if not finished and not self._stopping and self._together:
                 self._farewell.quit(run)
@@ -605,7 +601,7 @@ class Training:
         """Where `epochs` would go on if the run were restored from here: where the loader that trains stands."""
         if self._leader is not None:
             return int(self._leader.state()["epoch"])
-        return self.current_epoch or 0
+        return self.course.epoch or 0
 
     def depart(self, for_good: bool = False) -> None:
         """This worker exchanges no gradients until the others have come here too, out of their loops."""

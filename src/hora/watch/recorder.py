@@ -114,7 +114,7 @@ class Recorder:
         self._send(report.encode(self._work(self._training.sync)))
 
     def _work(self, sync: Any) -> Work:
-        training, traffic = self._training, sync.traffic
+        training, course, traffic = self._training, self._training.course, sync.traffic
         steps = _drained(self._steps)
         now = _Totals(traffic.comm_s, traffic.sent_bytes, training.own_samples)
         before, self._told = self._told, now
@@ -132,9 +132,9 @@ class Recorder:
             sent_bytes=_since(now.sent_bytes, before.sent_bytes),
             samples=_since(now.samples, before.samples),
             computes=[step.seconds - step.exposed_s for step in steps[-MAX_COMPUTES:]],
-            epoch=training.current_epoch,
-            epochs=training.num_epochs,
-            progress=training.progress(),
+            epoch=course.epoch,
+            epochs=course.num_epochs or None,
+            progress=course.progress(training.step, training.max_steps),
             rounds=sync.rounds,
             local_steps=sync.local_steps,
             peers=since,
