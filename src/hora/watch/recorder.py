@@ -105,13 +105,13 @@ class Recorder:
     def _run(self) -> None:
         with contextlib.suppress(HoraError):  # the line is broken, and others will say so
             while not self._ending.wait(EVERY_S):
-                self._report()
-            self._report()
+                if self._steps or self._rows or self._notices or self._histograms:
+                    self._report()
+            self._report()  # in any case: what the end has changed
 
     def _report(self) -> None:
-        if self._training.sync is None or not (self._steps or self._rows or self._notices or self._histograms):
-            return
-        self._send(report.encode(self._work(self._training.sync)))
+        if self._training.sync is not None:
+            self._send(report.encode(self._work(self._training.sync)))
 
     def _work(self, sync: Any) -> Work:
         training, course, traffic = self._training, self._training.course, sync.traffic
