@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from . import saving, strategies
+from . import saving, spans, strategies
 from .collectives.base import Group
 from .coordinator import Client, Event, LocalHub, Member
 from .data import Desk, Shard, View, shard
@@ -35,7 +35,6 @@ from .server.access import Access
 from .strategies import PS, Auto, Engine, LocalSGD, Strategy
 from .strategies.sync import Traffic
 from .training import Training, several
-from .watch import spans
 from .watch.values import Histogram, checked
 from .world import World
 
@@ -164,7 +163,7 @@ class Job:
             self._answer(model, optimizer, predict)
         self.training.prepare(model, optimizer, scheduler, scaler)
         if self._watched:
-            from .watch.recorder import Recorder
+            from .training.recorder import Recorder
 
             self.training.recorder = Recorder(self.training, self._meeting.control.report)
         self._publish()

@@ -13,8 +13,8 @@ import torch
 import hora
 from hora.errors import HoraError
 from hora.strategies.sync import Traffic
+from hora.training.recorder import Recorder
 from hora.watch import report
-from hora.watch.recorder import Recorder
 from hora.watch.report import MAX_NAMES, MAX_ROWS, Work
 from hora.watch.values import checked
 

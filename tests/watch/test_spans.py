@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from hora.watch import spans
-from hora.watch.spans import COMMUNICATION, TRAINING
-from hora.watch.stages import Stages
+from hora import spans
+from hora.spans import COMMUNICATION, TRAINING
+from hora.training.stages import Stages
 
 
 @pytest.fixture

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
+from .. import spans
 from ..coordinator import Control, Event
 from ..coordinator.client import dial
 from ..errors import HoraError, Mismatch, OutOfMemory, PeerLost, Timeout
+from ..spans import COMMUNICATION, TRAINING
 from ..transport.base import SLICE_S, SLOW_S
 from ..transport.line import Closed, Line
 from ..transport.passing import Passing
 from ..transport.tcp import memory_of, tune
-from ..watch import spans
-from ..watch.spans import COMMUNICATION, TRAINING
 from . import messages
 from .layout import Block, Layout, Parcel
 from .link import Link

@@ -20,14 +20,13 @@ from typing import Any
 import msgspec
 import torch
 
-from .. import handshake
+from .. import handshake, spans
 from ..coordinator import Control, Event
 from ..coordinator.client import dial
 from ..errors import HoraError, OutOfMemory
 from ..transport.line import Closed, Line
 from ..transport.passing import Passing
 from ..transport.tcp import tune
-from ..watch import spans
 from . import messages
 from .guest import Guest
 from .herald import Herald

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .. import spans
 from ..hyper import Hyper
-from ..watch import spans
 from .keeper import Keeper, Out
 from .layout import Parcel
 from .messages import Begin, Chosen, Norm, Push, Ready

@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .. import spans
 from ..hyper import Hyper
-from ..watch import spans
 from .keeper import Address, Counts, Keeper, Out
 from .layout import Parcel
 from .messages import Begin, Drop, Enter, Entered, FromServer, FromWorker, Got, Meet, Push, Ready, Rest

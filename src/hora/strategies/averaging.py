@@ -24,12 +24,11 @@ from typing import Any, cast
 
 import torch
 
-from .. import letters
+from .. import letters, spans
 from ..collectives.base import Group
 from ..errors import HoraError
 from ..roster import Roster
 from ..server.embedding import tables_of
-from ..watch import spans
 from . import nonfinite, savings
 from .apart import Apart
 from .bulk import Bulk

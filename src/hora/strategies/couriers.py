@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from .. import spans
 from ..buckets import Bucket
 from ..collectives.base import Group
 from ..collectives.handles import Pending
 from ..collectives.mailbox import Form, Mailbox
-from ..watch import spans
-from ..watch.spans import COMMUNICATION, TRAINING
+from ..spans import COMMUNICATION, TRAINING
 from .sync import Traffic
 
 Culprits = list[tuple[int, int]]  # (rank, parameter)

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import spans
 from ..errors import HoraError
 from ..roster import Roster
-from ..watch import spans
 from . import nonfinite
 from .bulk import Bulk
 from .extras import BROKEN, Extras

@@ -20,12 +20,12 @@ from typing import Any, cast
 
 import torch
 
+from .. import spans
 from ..buckets import Backward, Bucket
 from ..collectives.base import Group
 from ..errors import HoraError
 from ..lanes import balanced_lanes, flatten
 from ..roster import Roster
-from ..watch import spans
 from . import dispatch, nonfinite, sparse
 from .allreduce import AllReduce
 from .census import Census

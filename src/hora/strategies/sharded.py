@@ -25,12 +25,11 @@ import safetensors.torch
 import torch
 from torch.autograd.graph import increment_version
 
-from .. import checkpoint, letters
+from .. import checkpoint, letters, spans
 from ..collectives.base import Group
 from ..errors import HoraError, OutOfMemory
 from ..lanes import CUT_BYTES, ELEMENTWISE, Lane, even_lanes, flatten, is_dense, laid
 from ..roster import Roster
-from ..watch import spans
 from .allreduce import AllReduce
 from .guard import Guard
 from .replicated import Replicated

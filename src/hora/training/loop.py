@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from .. import letters, memory
+from .. import letters, memory, spans
 from ..collectives.base import Group
 from ..coordinator import Control
 from ..data import Portion, Shard
@@ -29,15 +29,14 @@ from ..server.access import Access
 from ..server.embedding import tables_of
 from ..strategies import Strategy
 from ..strategies.sync import Halt, Sync
-from ..watch import spans
-from ..watch.stages import Stages
 from .course import Course
 from .farewell import Farewell
 from .hooks import Hook
 from .orders import Orders, is_enabled
+from .stages import Stages
 
 if TYPE_CHECKING:
-    from ..watch.recorder import Recorder
+    from .recorder import Recorder
 
 log = logging.getLogger(__name__)
 

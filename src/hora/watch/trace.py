@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import msgspec
 
-from .spans import COMMUNICATION, FORMAT, SERVER, SUFFIX, TRAINING, Span
+from ..spans import COMMUNICATION, FORMAT, SERVER, SUFFIX, TRAINING, Span
 
 VERSION = 1  # of what `hora trace` reads
 WINDOW = 4096  # spans of one file come in the order of their ends, but for so many

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import msgspec
 
-from .spans import COMMUNICATION, SERVER, TRAINING
+from ..spans import COMMUNICATION, SERVER, TRAINING
 from .trace import DEPTH, MAX_LINE_BYTES, VERSION
 
 SLOWER = 1.05  # than the others: from here on it is worth a word

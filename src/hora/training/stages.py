@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from . import spans
-from .spans import TRAINING
+from .. import spans
+from ..spans import TRAINING
 
 
 class Stages:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import HoraError
-from . import report
-from .report import EVERY_S, MAX_COMPUTES, MAX_NAMES, MAX_ROWS, Notice, Row, Work
-from .values import Histogram, Scalar, read
+from ..watch import report
+from ..watch.report import EVERY_S, MAX_COMPUTES, MAX_NAMES, MAX_ROWS, Notice, Row, Work
+from ..watch.values import Histogram, Scalar, read
 
 if TYPE_CHECKING:
-    from ..training import Training
+    from .loop import Training
 
 MAX_WAITING = 10_000  # rows and steps that are kept for a report; older ones are forgotten
 HISTOGRAM_S = 1.0  # between two histograms of one name
