@@ -35,6 +35,7 @@ from .server.access import Access
 from .strategies import PS, Auto, Engine, LocalSGD, Strategy
 from .strategies.sync import Traffic
 from .training import Training, several
+from .training.recorder import Recorder
 from .watch.values import Histogram, checked
 from .world import World
 
@@ -88,7 +89,8 @@ class Job:
             timeout_s=world.timeout_s,
         )
         self._progress = Progress() if identity.progress == "plain" and self.rank == 0 else None
-        self._watched = identity.watched and identity.role == "worker"
+        if identity.watched and identity.role == "worker":
+            self.training.recorder = Recorder(self.training, meeting.control.report)
         self._logged = False
         self.pid = os.getpid()
         self.launcher = identity.launcher
@@ -162,10 +164,6 @@ class Job:
         if self.role == "predictor":
             self._answer(model, optimizer, predict)
         self.training.prepare(model, optimizer, scheduler, scaler)
-        if self._watched:
-            from .training.recorder import Recorder
-
-            self.training.recorder = Recorder(self.training, self._meeting.control.report)
         self._publish()
 
     def _publish(self) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from .launch.wording import harmless
 from .training import Training
 from .watch.values import Scalar
 
@@ -39,10 +40,10 @@ class Progress:
         parts = [f"step {training.step}"]
         if training.course.epoch is not None:
             parts.append(f"epoch {training.course.epoch}")
-        parts += [f"{name} {float(value):.4g}" for name, value in self._values.items()]
+        parts += [f"{harmless(name)} {float(value):.4g}" for name, value in self._values.items()]
         if training.sync is not None:
             parts += [f"{name} {value:.3g}" for name, value in training.sync.notes().items()]
         if training.num_samples > self._shown_samples:
-            parts.append(f"{speed:,.0f} samples/s")
+            parts.append(f"{speed:,.0f} samples/s{' of this rank' if training.leased else ''}")
         print("  ".join(parts), file=sys.stderr, flush=True)
         self._shown_at, self._shown_step, self._shown_samples = now, training.step, training.num_samples

@@ -143,7 +143,7 @@ def test_each_end_has_its_word_and_one_without_a_word_is_lost(make: Make) -> Non
         make(f"code-{code}", code=code)
         assert digest(runfile.find(f"code-{code}")).state == word
     make("silent", code=None).close()
-    assert digest(runfile.find("silent")).state == "lost"
+    assert digest(runfile.find("silent")).state == "broken off"
 
 
 def test_records_that_are_no_records_do_no_harm(make: Make, state: Path) -> None:

@@ -133,7 +133,8 @@ def test_a_port_that_is_taken_is_said_and_the_next_one_taken(launcher: Launcher)
 def test_a_run_directory_of_another_version_is_refused_and_left_alone(launcher: Launcher, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "run.json").write_text("{}")
+    for name in ("run.json", "end.json"):
+        (folder / name).write_text("{}")
     with contextlib.closing(sqlite3.connect(folder / "memory.sqlite")) as base:
         base.execute(f"PRAGMA application_id = {memory.APPLICATION}")
         base.execute("PRAGMA user_version = 77")
@@ -143,6 +144,7 @@ def test_a_run_directory_of_another_version_is_refused_and_left_alone(launcher: 
     done = launcher.run("run", "--run-dir", folder, "watched.py", 3)
     assert done.returncode == codes.USAGE and "another version of Hora" in done.stderr and done.stdout == ""
     assert (folder / "memory.sqlite").read_bytes() == before and (folder / "run.json").read_text() == "{}"
+    assert (folder / "end.json").read_text() == "{}"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system that is too small")

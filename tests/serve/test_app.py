@@ -467,15 +467,26 @@ def test_no_host_or_two_are_refused(place: Place) -> None:
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "https://localhost.evil.example", "null", "", "http://[::1",
-                                    "file://", "localhost"])  # fmt: skip
+                                    "file://", "localhost", "http://127.0.0.1:1", "http://127.0.0.1",
+                                    "http://localhost:3000", "https://predictor.example"])  # fmt: skip
 def test_pages_of_others_may_not_ask(place: Place, origin: str) -> None:
     status, said = place.predict(ROWS, headers={"Origin": origin})
     assert status == 403 and "may not ask here" in sentence(said)
 
 
-@pytest.mark.parametrize("origin", ["http://localhost:3000", "https://predictor.example", "http://[::1]:8000"])
-def test_pages_of_ours_may(place: Place, origin: str) -> None:
-    assert place.predict(ROWS, headers={"Origin": origin})[0] == 200
+def test_pages_of_ours_may(place: Place) -> None:
+    assert place.predict(ROWS, headers={"Origin": f"http://127.0.0.1:{place.port}"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "host"),
+    [("http://localhost:3000", "localhost:3000"), ("https://predictor.example", "Predictor.Example"),
+     ("https://predictor.example", "predictor.example:443"), ("http://[::1]:8000", "[::1]:8000")],
+)  # fmt: skip
+def test_a_tunnel_or_a_proxy_may_have_another_port(place: Place, origin: str, host: str) -> None:
+    assert place.predict(ROWS, headers={"Origin": origin, "Host": host})[0] == 200
+    other = place.predict(ROWS, headers={"Origin": origin, "Host": f"localhost:{place.port}"})
+    assert other[0] == 403 and "may not ask here" in sentence(other[1])
 
 
 # the server

@@ -58,7 +58,7 @@ def test_it_says_where_the_time_went(tmp_path: pathlib.Path, name: str) -> None:
         "other 10 %",
         # 7 and 4 ms of work on buckets, of which 4 and 1 were waited for, and 1 each of launching before it
         "communication: 6.5 ms per step and rank; computation hid 46 % of it, 3.5 ms were exposed",
-        "rank 1 (host a, pid 101) is slowest: 16.0 ms of work of its own per step, rank 0 13.0 ms; "
+        "rank 1 (host a, pid 101) is slowest: 18.0 ms of work of its own per step, rank 0 15.0 ms; "
         "that one waits 4.0 ms per step, it 1.0 ms",
         "the longest journey: bucket 0 of rank 0 (host a, pid 100), 8.0 ms for 4.00 MB, at 0.008 s",
     ]

@@ -70,3 +70,12 @@ def test_a_histogram_of_one_value_and_of_integers() -> None:
 def test_what_has_no_distribution_is_refused(tensor: object) -> None:
     with pytest.raises(ValueError, match=r"hora.Histogram takes a tensor"):
         Histogram(tensor)  # type: ignore[arg-type]
+
+
+def test_numbers_of_other_libraries_and_ones_without_measure() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert checked({"a": numpy.float32(0.5), "b": numpy.int64(3)})[0] == {"a": 0.5, "b": 3.0}
+    with pytest.raises(ValueError, match="big is too large"):
+        checked({"big": 10**400})
+    with pytest.raises(ValueError, match="no text that can be written"):
+        checked({"\ud800": 1.0})

@@ -438,7 +438,7 @@ def _complain(error: click.UsageError) -> None:
     elif isinstance(error, click.MissingParameter) and error.param is not None:
         message = f"{error.param.metavar} is missing; see {where} --help"
     elif isinstance(error, click.BadParameter) and error.param is not None:
-        ours = isinstance(error.param.type, (Whole, Sizes))
+        ours = isinstance(error.param.type, (Whole, Sizes, Dashboard))
         what = error.param.metavar if isinstance(error.param, click.Argument) else error.param.opts[0]
         message = error.message.rstrip(".") if ours else f"{what}: {error.message.rstrip('.')}"
     elif error.ctx is not None and isinstance(error.ctx.command, click.Group):

@@ -142,7 +142,7 @@ def _state(found: Found, told: str) -> str:
         code = found.ended.get("code")
         return _ENDS.get(code, "failed") if isinstance(code, int) else "failed"
     if not found.live:
-        return "lost"
+        return "broken off"
     return told if told in ("starting", "running") else "running"
 
 

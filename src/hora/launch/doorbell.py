@@ -46,14 +46,18 @@ class Doorbell:
         """Somebody has come: the page takes over. It ends when its stdin does, so with this launcher at the latest."""
         self._num_starts += 1
         command = [sys.executable, "-m", "hora.page", "--fd", str(self.fileno()), "--home", home]
-        self._page = subprocess.Popen(
-            [*command, "--run", f"{run}={directory}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[self.fileno()],
-            start_new_session=True,
-        )
+        try:
+            self._page = subprocess.Popen(
+                [*command, "--run", f"{run}={directory}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[self.fileno()],
+                start_new_session=True,
+            )
+        except OSError as problem:  # no process or descriptor to be had: the run does without a page
+            self._num_starts = MAX_STARTS
+            raise ValueError(f"the page cannot be started: {problem.strerror or problem}") from None
 
     def end(self) -> None:
         """The run is over: the page tells whoever looks, and ends."""

@@ -10,7 +10,7 @@ import click
 from .digest import Digest
 from .wording import duration, harmless, number, rate
 
-_BAD = ("failed", "rank killed", "lost")
+_BAD = ("failed", "rank killed", "broken off")
 
 
 def listing(runs: Sequence[Digest]) -> str:

@@ -20,7 +20,7 @@ from .output import Screen, make_log_dir, open_standard_descriptors
 from .runfile import RunFile
 from .showing import Show
 from .supervision import Launch, Stage, spelled
-from .wake import Wake
+from .wake import STOPPING, Wake
 
 if TYPE_CHECKING:
     from hora.coordinator import Service
@@ -90,8 +90,11 @@ def conduct(stage: Stage, undo: contextlib.ExitStack) -> int:
         "auto": {key: value.decode(errors="replace") for key, value in stage.desk.values("auto/").items()},
         "data": stage.desk.views(),
     }
-    end["summary"] = stage.show.end(end, scratch)
+    end["summary"] = stage.show.end(end)
     stage.record.end(end)
+    for text in stage.wake.posted():
+        stage.screen.say(text)
+    stage.show.merge(scratch, lambda: bool(set(stage.wake.read()) & set(STOPPING)))
     undo.close()
     for sentence in stage.show.last_words(facts(stage.config, stage.run_id)):
         stage.screen.say(sentence)

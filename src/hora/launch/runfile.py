@@ -21,6 +21,9 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from ..facts import opened
+from ..facts import read as _read
+
 CONTROL = "control"
 MEMORY = "memory.sqlite"
 
@@ -51,8 +54,6 @@ class RunFile:
             ) from None
         except OSError:
             pass  # a file system without locks: two runs of one name are then the user's to avoid
-        self._remove("end.json")
-        self._remove(CONTROL)
 
     @property
     def control_path(self) -> str | None:
@@ -60,7 +61,9 @@ class RunFile:
         return os.path.join(self.path, CONTROL) if self._fd is not None else None
 
     def begin(self, facts: dict[str, object]) -> None:
-        """Writes run.json: `facts`, the time and the versions."""
+        """Writes run.json: `facts`, the time and the versions. What an earlier run has left goes only now."""
+        self._remove("end.json")
+        self._remove(CONTROL)
         self._write("run.json", {"name": self.name, **facts, "started": _now(), "versions": _versions()})
 
     def open_control(self, *, run: str, address: tuple[str, int], token: bytes) -> None:
@@ -114,7 +117,7 @@ class Found:
         """Where a live run's coordinator listens, and the token. ValueError if others could have read or written it."""
         path = os.path.join(self.path, CONTROL)
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="utf-8") as file:
+            with opened(path) as file:
                 facts = os.fstat(file.fileno())
                 if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077:
                     whose = f"uid {facts.st_uid}, mode {stat.S_IMODE(facts.st_mode):04o}"
@@ -212,15 +215,6 @@ def _is_live(path: str) -> bool:
         return os.path.exists(os.path.join(path, CONTROL))
     finally:
         os.close(fd)
-
-
-def _read(path: str) -> dict[str, Any] | None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            facts = json.load(file)
-    except (OSError, ValueError):
-        return None
-    return facts if isinstance(facts, dict) else None
 
 
 def home() -> str:

@@ -64,7 +64,7 @@ def _card(found: Found) -> str:
         "run": found.name,
         "state": _state(found),
         "cause": ended.get("cause"),
-        "lost": "; ".join(ended.get("lost", [])),
+        "lost": _sentences(ended.get("lost")),
         "joins": begun.get("joins"),
         "command": shlex.join(known.command),
         "strategy": strategy or "as the script says",
@@ -118,12 +118,16 @@ def _memory(found: Found) -> str:
     return path
 
 
+def _sentences(lost: Any) -> str:
+    return "; ".join(map(str, lost)) if isinstance(lost, list) else ""
+
+
 def _state(found: Found) -> str:
     if found.ended is not None:
         code, seconds = found.ended.get("code"), found.ended.get("seconds")
         return f"{'ended well' if code == 0 else f'failed with exit code {code}'} after {seconds} s"
     if not found.live:
-        return "ended without a word: its launcher was killed"
+        return "broken off: its launcher was killed"
     since = _seconds_since(found.begun.get("started"))
     return "running" if since is None else f"running for {since:.0f} s"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .config import RunConfig
@@ -95,7 +96,11 @@ class Show:
     def answer(self) -> None:
         """Somebody has come to the page's address."""
         assert self.bell is not None and self.watcher is not None
-        self.bell.answer(self._name, self.watcher.directory, home())
+        try:
+            self.bell.answer(self._name, self.watcher.directory, home())
+        except ValueError as problem:
+            assert self._screen is not None
+            self._screen.say(f"{problem}; the run goes on without it")
 
     def tick(self, now: float, desk: Desk) -> None:
         due = self.due
@@ -123,10 +128,8 @@ class Show:
     def close_panel(self) -> None:
         self._closed = True
 
-    def end(self, facts: dict[str, Any], scratch: str) -> dict[str, Any]:
-        """The run is over; what there is to say of it. `scratch` holds the ranks' parts of the trace."""
-        if self._config is not None and self._config.trace is not None:
-            self._merge(os.path.join(scratch, TRACE), self._config.trace)
+    def end(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """The run is over; what there is to say of it."""
         if self.watcher is not None:
             self._summary = self.watcher.close(facts)
             self.watcher = None
@@ -139,12 +142,15 @@ class Show:
 
         return summary.sentences(self._summary, single=summary.single_speed(facts))
 
-    def _merge(self, parts: str, path: str) -> None:
+    def merge(self, scratch: str, stop: Callable[[], bool]) -> None:
+        """The trace, of the ranks' parts of it in `scratch`. It may take long; `stop` says that nobody waits for it."""
+        if self._config is None or self._config.trace is None:
+            return
         from hora.watch import trace
 
         assert self._screen is not None
         try:
-            self._screen.say(trace.merge(parts, path))
+            self._screen.say(trace.merge(os.path.join(scratch, TRACE), self._config.trace, stop=stop))
         except ValueError as problem:
             self._screen.say(f"no trace: {problem}")
 

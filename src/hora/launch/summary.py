@@ -23,7 +23,10 @@ def sentences(summary: Mapping[str, Any], *, single: float | None) -> list[str]:
     if not steps and not samples:
         return []
     speed, workers = amount(summary, "samples_per_s"), int(amount(summary, "workers"))
-    done = ", ".join(count(int(many), noun) for many, noun in ((steps, "step"), (samples, "sample")) if many)
+    taken = max(0, steps - amount(summary, "from_step"))
+    done = ", ".join(count(int(many), noun) for many, noun in ((taken, "step"), (samples, "sample")) if many)
+    if taken < steps:
+        done += f" (to step {int(steps):,})"
     trained_s = samples / speed if speed > 0 else seconds
     first = f"{done} in {duration(trained_s)}"
     if seconds > max(trained_s + 1, 1.1 * trained_s):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from ..watch.now import Now
 from .runs import Run, Runs
 from .view import encode, state_of
@@ -14,7 +16,17 @@ FROM_END = ("seconds", "samples", "samples_per_s", "steps", "values", "workers")
 def listing(runs: Runs) -> bytes:
     """All runs, live ones first, then the newest. Only live ones' memories are opened, and those of runs without an
     end that tells a summary."""
-    return encode({"home": runs.home, "runs": [_line(run) for run in runs.all()]})
+    return encode({"home": runs.home, "runs": [_told(run) for run in runs.all()]})
+
+
+def _told(run: Run) -> msgspec.Raw:
+    """A run's line. Whatever is wrong with one spoils that one alone."""
+    try:
+        return msgspec.Raw(encode(_line(run)))
+    except Exception as problem:
+        why = f"{type(problem).__name__}: {problem}".encode(errors="replace").decode()
+        odd = {"name": run.name, "live": run.live, "state": state_of(run, ""), "remembered": run.mark is not None}
+        return msgspec.Raw(encode({**odd, "problem": f"its facts cannot be shown: {why}"}))
 
 
 def _line(run: Run) -> dict[str, Any]:
@@ -36,7 +48,7 @@ def _line(run: Run) -> dict[str, Any]:
                 summary = _of(now)
         elif run.mark is not None:
             run.read()  # it says so if it is of another version
-    except ValueError as problem:
+    except Exception as problem:  # of this run alone
         line["problem"] = str(problem)
     if isinstance(summary, dict):
         line |= {key: summary[key] for key in FROM_END if summary.get(key) is not None}

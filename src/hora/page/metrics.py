@@ -51,11 +51,11 @@ def text(runs: Runs) -> bytes:
     """The live runs, MAX_RUNS of them at most. One that cannot be read now is left out."""
     found: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
     for run in [run for run in runs.all() if run.live][:MAX_RUNS]:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(Exception):
             reading = run.read()
             if reading is None:
                 continue
-            for family, labels, value in samples(reading.now(), reading.events()):
+            for family, labels, value in list(samples(reading.now(), reading.events())):
                 found[family].append(({"run": run.name, **labels}, value))
     return "".join(_family(name, found[name]) for name in FAMILIES).encode()
 

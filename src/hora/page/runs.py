@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import stat
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..facts import MAX_BYTES, decoded, opened, read
 from ..launch import runfile
 from ..launch.config import NAME_PATTERN
 from ..watch.memory import NAME as MEMORY
 from ..watch.reading import Reading
 
 MAX_RUNS = 500  # in the list: the newest
-MAX_BYTES = 1 << 20  # of run.json and end.json
 
 
 class Missing(LookupError):
@@ -91,21 +89,15 @@ class Runs:
     def _json(self, path: str) -> dict[str, Any] | None:
         """What a file says, read again only when it was written again."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
+            with opened(path) as file:
+                facts = os.fstat(file.fileno())
+                mark = (facts.st_ino, facts.st_mtime_ns)
+                known = self._read.get(path)
+                if known is not None and known[0] == mark:
+                    return known[1]
+                told = decoded(file.read(MAX_BYTES))
+        except (OSError, ValueError):
             return None
-        with open(fd, "rb") as file:
-            facts = os.fstat(file.fileno())
-            if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_BYTES:
-                return None
-            mark = (facts.st_ino, facts.st_mtime_ns)
-            known = self._read.get(path)
-            if known is not None and known[0] == mark:
-                return known[1]
-            try:
-                told = json.load(file)
-            except (OSError, ValueError, RecursionError):
-                return None
         if not isinstance(told, dict):
             return None
         if len(self._read) > 4 * MAX_RUNS:
@@ -117,10 +109,7 @@ class Runs:
 def named(directory: str) -> str:
     """The name of the run in a directory that was given by hand; ValueError if there is none."""
     path = os.path.abspath(directory)
-    begun: Any = {}
-    with contextlib.suppress(OSError, ValueError), open(os.path.join(path, "run.json"), encoding="utf-8") as file:
-        begun = json.load(file)
-    name = begun.get("name") if isinstance(begun, dict) else None
+    name = (read(os.path.join(path, "run.json")) or {}).get("name")
     if not name and os.path.exists(os.path.join(path, MEMORY)):
         name = os.path.basename(path)
     if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):

@@ -72,7 +72,7 @@ class View:
         if begin:
             self._version, self._event = told["version"], told["events"][-1].number if told["events"] else 0
             self._told = facts
-        return encode({**told, **facts})
+        return _encoded(told, facts)
 
     def change(self) -> tuple[bytes, bool] | None:
         """What is new since it was asked last, and whether that is all that there is (the memory began anew); None if
@@ -148,6 +148,15 @@ class View:
             "problem": self._problem,
             "remembered": self._mark is not None, "state": self._state,
         }  # fmt: skip
+
+
+def _encoded(told: dict[str, Any], facts: dict[str, Any]) -> bytes:
+    """A memory with what nobody can write as JSON costs what it told."""
+    try:
+        return encode({**told, **facts})
+    except (TypeError, ValueError, OverflowError, RecursionError) as problem:
+        empty = {"curves": {}, "events": [], "histograms": {}, "version": told["version"]}
+        return encode({**empty, **facts, "problem": facts["problem"] or f"its memory cannot be shown: {problem}"})
 
 
 def state_of(run: Run, told: str) -> str:

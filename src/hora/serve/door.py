@@ -2,7 +2,8 @@
 
 Host       the name that the client used has to be one of ours, or the very address that it has reached: a web page that
            lets its own name point here (DNS rebinding) is turned away
-Origin     a page of another host may not ask in its visitor's name, nor load from here where its browser tells of it
+Origin     a page of another host or port may not ask in its visitor's name; nor may another host's load from here where
+           its browser tells of it
 body       at most `max_bytes`, whole within BODY_S; what all requests and answers hold together is bounded as well
 """
 
@@ -28,7 +29,8 @@ LARGE_BYTES = 64 << 10  # an answer below this fits into the connection's own bu
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ANYWHERE = ("0.0.0.0", "::")
 
-_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]*))(?::\d+)?")
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]*))(?::(\d{1,5}))?")
+_PORTS = {"http": 80, "https": 443}
 
 
 def names_of(host: str) -> list[str]:
@@ -108,7 +110,7 @@ class Door:
         if _bare(host) not in {*self._hosts, reached} - {""}:
             raise Refusal(f"the host {host[:80]!r} is not allowed here, only {', '.join(sorted(self._hosts))}", 403)
         origin = headers.get(b"origin")
-        if origin is not None and _origin_host(origin.decode("latin-1")) not in {*self._hosts, reached} - {""}:
+        if origin is not None and not _is_same(origin.decode("latin-1"), host):
             raise Refusal(f"pages of {origin.decode('latin-1')[:80]!r} may not ask here", 403)
         if headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate":
             raise Refusal("pages of other sites may not load from here", 403)
@@ -163,7 +165,12 @@ def _bare(host: str) -> str:
     return (match[1] or match[2]) if match else host.lower()
 
 
-def _origin_host(origin: str) -> str:
+def _is_same(origin: str, host: str) -> bool:
+    """Whether a page's origin is the very place that was asked: its host, which was found to be ours, and its port."""
     with contextlib.suppress(ValueError):
-        return urlsplit(origin).hostname or ""
-    return ""
+        page = urlsplit(origin)
+        usual = _PORTS.get(page.scheme)
+        match = _HOST.fullmatch(host.strip().lower())
+        if usual is not None and page.hostname and match is not None:
+            return (page.hostname, page.port or usual) == (_bare(host), int(match[3] or usual))
+    return False

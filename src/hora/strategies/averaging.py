@@ -169,6 +169,7 @@ class Averaging(Apart):
             if self.on_nonfinite == "raise":
                 raise HoraError(f"{culprit} {nonfinite.ADVICE}")
             log.warning("%s: this worker's step is not taken", culprit)
+            self.left_out(culprit)
             self._brought = 0.0
             if optimizer is self.roster.optimizers[0]:
                 self._samples = 0.0

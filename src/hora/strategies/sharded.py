@@ -17,6 +17,7 @@ are gathered after the step. Which share is whose depends on the models and the 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -210,10 +211,11 @@ class Sharded(Replicated):
                 self._guard.check_parameters()
             self._guard.check_gradients(stepping)
             self._guard.check_mixed(stepping)
-        begin = spans.clock() if spans.on else 0
+        begin = time.perf_counter()
         self.group.barrier("before the step")
+        self.traffic.wait(begin)
         if spans.on:
-            spans.add(spans.TRAINING, "waiting", begin, what="before the step")
+            spans.add(spans.TRAINING, "waiting", spans.since(begin), what="before the step")
         self._swapped = []
         number = self.roster.optimizers.index(optimizer)
         for group in optimizer.param_groups:
@@ -251,15 +253,18 @@ class Sharded(Replicated):
                     share.grad = None
         indices = sorted({self.roster.index[id(p)] for parameters in self._swapped for p in parameters})
         self._swapped = []
-        begin = spans.clock() if spans.on else 0
+        begin, sent = time.perf_counter(), sum(self.group.transport.sent_bytes)
         if self._shared:
             self.group.barrier("after the step")
             for index in indices:
                 increment_version(self.roster.parameters[index])
         else:
             self._gather(indices)
+            self.traffic.sent_bytes += sum(self.group.transport.sent_bytes) - sent
+        self.traffic.wait(begin)
         if spans.on:
-            spans.add(spans.TRAINING, "waiting" if self._shared else "exchange", begin, what="after the step")
+            name = "waiting" if self._shared else "exchange"
+            spans.add(spans.TRAINING, name, spans.since(begin), what="after the step")
         self._guard.remember()
 
     def _gather(self, indices: list[int]) -> None:

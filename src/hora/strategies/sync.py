@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -43,6 +44,12 @@ class Traffic:
     exposed_s: float = 0.0  # of these, what the training thread itself did or waited
     sent_bytes: int = 0  # what this worker gave to others
     num_exchanges: int = 0
+
+    def wait(self, begin: float) -> None:
+        """The training thread has waited since `begin`, as time.perf_counter counts."""
+        seconds = time.perf_counter() - begin
+        self.comm_s += seconds
+        self.exposed_s += seconds
 
     def reset(self) -> None:
         self.comm_s = self.exposed_s = 0.0
@@ -96,6 +103,7 @@ class Sync(abc.ABC):
         self.loop = 0  # which of the user's loops this worker is in; all must agree
         self.num_exchanges = 0
         self.before_exchange: Callable[[], None] = lambda: None  # may raise Halt
+        self.left_out: Callable[[str], None] = lambda why: None  # this worker's step is not taken, the others' are
         self.stand: Callable[[], dict[str, Any]] = dict  # what the user's loop has made of schedulers and the like
         self.stand_as: Callable[[dict[str, Any]], None] = lambda standing: None  # takes another worker's over
         self.exchanging = False  # an exchange has begun and was not concluded

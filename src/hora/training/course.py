@@ -15,6 +15,7 @@ class Course:
         self.num_epochs = 0
         self._finished = False
         self._batches: tuple[int, int] | None = None  # that have begun in this epoch, and how many there are
+        self._loaders: tuple[int | None, set[int]] = (None, set())  # an epoch, and those that train in it
 
     def begin(self, num_epochs: int) -> None:
         self.num_epochs, self._finished = num_epochs, False
@@ -30,6 +31,12 @@ class Course:
 
     def note(self, loader: Shard, portion: Portion, num_workers: int) -> None:
         """This batch begins. Of leased blocks each worker has its own."""
+        if self._loaders[0] != self.epoch:
+            self._loaders = (self.epoch, set())
+        self._loaders[1].add(id(loader))
+        if len(self._loaders[1]) > 1:
+            self._batches = None  # how much each of them stands for, nobody knows
+            return
         with contextlib.suppress(TypeError):  # a stream has no length
             self._batches = (portion.batch + 1, len(loader) * (num_workers if isinstance(portion, Block) else 1))
 

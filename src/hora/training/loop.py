@@ -128,6 +128,7 @@ class Training:
         if sync.on_nonfinite == "skip" and is_enabled(scaler):
             sync.on_nonfinite = "poison"
         sync.before_exchange = self._before_exchange
+        sync.left_out = self._note_skip
         if self.access is not None:
             sync.access = self.access
         self._together = self.size > 1 and sync.lockstep
@@ -169,8 +170,7 @@ class Training:
         elif self.access.joined and (words := self.sync.read("orders")):
             self._leading.stand_as(msgspec.msgpack.decode(words))
 
-    @staticmethod
-    def _heed(scaler: Any, sync: Sync) -> None:
+    def _heed(self, scaler: Any, sync: Sync) -> None:
         """The scaler writes gradients between backward and step, which is its right: it is told apart from others."""
         unscale = scaler._unscale_grads_
 
@@ -178,6 +178,10 @@ class Training:
             found = unscale(optimizer, *args, **kwargs)
             sync.combine(optimizer, found.values())
             sync.rescaled()
+            fused = getattr(optimizer, "_step_supports_amp_scaling", False)  # it finds out by itself, on the device
+            tells = self.rank == 0 or not sync.lockstep or sync.rounds is not None  # elsewhere all find the same
+            if self.recorder is not None and tells and not fused and any(bool(each) for each in found.values()):
+                self._note_skip("the scaler has found an infinity in the gradients")
             return found
 
         scaler._unscale_grads_ = unscale_and_tell
@@ -195,6 +199,11 @@ class Training:
                 "--max-steps %d was passed: loops over job.shard(…) and job.epochs(…) end by themselves, in others ask "
                 "job.stopped", self.max_steps
             )  # fmt: skip
+
+    @property
+    def leased(self) -> bool:
+        """Whether each worker takes samples of its own, so that `num_samples` are this one's."""
+        return self._strategy.leased
 
     def close(self) -> None:
         for handle in self._handles:
@@ -232,17 +241,17 @@ class Training:
                 self._halt(halt)
         self._farewell.mourn()
         if not self._taken:
-            self._note_skip()
+            skipped = self.sync.verdict.skipped
+            if skipped and (self.rank == 0 or not self.sync.lockstep):
+                self._note_skip(skipped)
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None  # then the optimizer has nothing to do
         return changed
 
-    def _note_skip(self) -> None:
-        assert self.sync is not None
-        skipped = self.sync.verdict.skipped
-        if self.recorder is not None and skipped and (self.rank == 0 or not self.sync.lockstep):
-            self.recorder.notice("skipped", skipped)
+    def _note_skip(self, why: str) -> None:
+        if self.recorder is not None:
+            self.recorder.notice("skipped", why)
 
     def _open_step(self, optimizer: Optimizer) -> None:
         """The step will be taken, by all workers or by none; Halt if by none."""
@@ -422,6 +431,12 @@ class Training:
                         "before the loop"
                     )
                 self._train(loader)
+                self._count(loader, portion)
+
+    def _count(self, loader: Shard, portion: Portion) -> None:
+        self.num_samples += portion.total
+        self.own_samples += portion.mine
+        self.course.note(loader, portion, self.size)
 
     def begin(self, loader: Shard, portion: Portion) -> None:
         self._stages.fetched()
@@ -432,9 +447,8 @@ class Training:
         self._held.pop(id(loader), None)
         followed = self.training(loader) and self._together and not portion.whole and not self._attended()
         self._held[id(loader)] = Held(loader, portion, followed)  # the newest last
-        self.num_samples += portion.total
-        self.own_samples += portion.mine
-        self.course.note(loader, portion, self.size)
+        if self.training(loader):
+            self._count(loader, portion)
         self.sync.weigh(portion.weight, portion.weight)
         self._begin_batch(portion)
 
@@ -477,7 +491,9 @@ class Training:
         try:
             while not self.sync.halted:
                 self._farewell.check()
+                begin = time.perf_counter()
                 order = self._leading.say(None)
+                self.sync.traffic.wait(begin)
                 self._broke = order["kind"] == "leave"
                 if not self._leading.follow(order):
                     break

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from ..watch.values import Histogram, Scalar, read
 
 if TYPE_CHECKING:
     from .loop import Training
+
+log = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000  # rows and steps that are kept for a report; older ones are forgotten
 HISTOGRAM_S = 1.0  # between two histograms of one name
@@ -84,7 +87,8 @@ class Recorder:
         if kept := {name: value for name, value in scalars.items() if name in self._names}:
             self._rows.append((step, now, kept))
         for name, histogram in histograms.items():
-            if now - self._counted_at.get(name, -HISTOGRAM_S) >= HISTOGRAM_S and len(self._counted_at) < MAX_NAMES:
+            known = name in self._counted_at or len(self._counted_at) < MAX_NAMES
+            if known and now - self._counted_at.get(name, -HISTOGRAM_S) >= HISTOGRAM_S:
                 self._counted_at[name] = now
                 self._histograms.append((name, step, now, histogram.count()))
 
@@ -103,11 +107,15 @@ class Recorder:
     # -- the recorder's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with contextlib.suppress(HoraError):  # the line is broken, and others will say so
+        try:
             while not self._ending.wait(EVERY_S):
                 if self._steps or self._rows or self._notices or self._histograms:
                     self._report()
             self._report()  # in any case: what the end has changed
+        except HoraError:
+            pass  # the line is broken, and others will say so
+        except Exception as problem:
+            log.warning("this worker's reports end here: %s: %s", type(problem).__name__, problem)
 
     def _report(self) -> None:
         if self._training.sync is not None:

@@ -56,6 +56,7 @@ class Board:
         self._restores = Restores()
         self._strips: set[int] = set()
         self._began_at: float | None = None  # the first step
+        self._first_step = 0  # after which it came: a run may go on from a checkpoint
         self._worked_at = 0.0
         self.settle(strategy=strategy)
 
@@ -113,9 +114,9 @@ class Board:
                     self._add(f"rank/{track.rank}/{part}", now, seconds, STRIP_LIMIT)
         if live and self._state == "running":
             self._add("speed", now, sum(track.rate(now)[0] for track in live), LIMIT)
-            progress = _most(track.progress for track in live)
-            if progress is not None:
-                self._forecast.add(now, progress)
+        progress = _most(track.progress for track in live or self._members.workers.values())
+        if progress is not None:
+            self._forecast.add(now, progress)
 
     # -- what is shown -----------------------------------------------------------------------------------------------
 
@@ -168,6 +169,7 @@ class Board:
             "seconds": self.heard_at if at is None else at,
             "samples_per_s": self._samples / worked_s if worked_s > 0 else 0.0,
             "steps": self._step,
+            "from_step": self._first_step,
             "bytes_per_step": totals.sent_bytes / totals.steps if totals.steps else 0.0,
             "hidden": totals.hidden,
             "slowest": self._members.slowest(),
@@ -246,6 +248,8 @@ class Board:
             self._state = "running"
         if report.steps:
             first_at = max(0.0, now - report.seconds)
+            if self._began_at is None:
+                self._first_step = max(0, report.step - report.steps)
             self._began_at = first_at if self._began_at is None else min(self._began_at, first_at)
             self._worked_at = now
         if track.heard_at is None:

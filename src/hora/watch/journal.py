@@ -21,7 +21,7 @@ class Journal:
         self.checkpoints = self.skipped = 0
         self._number = 0
         self._new: collections.deque[Event] = collections.deque(maxlen=MAX_EVENTS)
-        self._noticed: collections.deque[tuple[str, int, int | None]] = collections.deque(maxlen=MAX_EVENTS)
+        self._noticed: dict[tuple[str, int, int | None], str] = {}  # who told it first
 
     def add(self, kind: str, who: str, text: str, at: float, step: int) -> None:
         self._number += 1
@@ -33,9 +33,10 @@ class Journal:
     def note(self, notice: Notice, who: str, at: float, rank: int | None) -> None:
         """What all workers do at one step is one event, though each of them tells; `rank` if it did so by itself."""
         seen = (notice.kind, notice.step, rank)
-        if seen in self._noticed:
+        if self._noticed.setdefault(seen, who) != who:  # one worker may do it twice at one step
             return
-        self._noticed.append(seen)
+        if len(self._noticed) > MAX_EVENTS:
+            del self._noticed[next(iter(self._noticed))]
         self.checkpoints += notice.kind == "checkpoint"
         self.skipped += notice.kind == "skipped"
         self.add(notice.kind, who, notice.text, at, notice.step)

@@ -7,20 +7,27 @@ in the same directory is read from then on.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import pathlib
 import sqlite3
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
+from ..facts import decoded
 from .memory import APPLICATION, SCHEMA
 from .now import Event, Now
 
 BUSY_S = 2.0
+ANSWER_S = 2.0  # for a question; a memory that makes its reader work longer is none of ours
+_EVERY = 10_000  # instructions of SQLite's between two looks at the clock
+_OURS = {
+    *(("table", name) for name in ("facts", "curves", "points", "events", "histograms")),
+    ("index", "changes"),
+}
 _POINT = "start, steps, at, samples, mean, low, high, last, count"
 
 
@@ -56,10 +63,7 @@ class Reading:
         """now, summary, config, end or version, out of its JSON; None if it was not written (yet)."""
         with self._open() as connection:
             row = connection.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
-        try:
-            return json.loads(row[0]) if row is not None else None
-        except (TypeError, ValueError) as problem:
-            raise self._damaged(problem) from None
+            return decoded(row[0]) if row is not None else None
 
     def curves(self, after: int = 0) -> tuple[int, dict[str, dict[str, Any]]]:
         """The newest version, and by name what changed after write `after`: {"width", "whole", "points"}. Points are
@@ -96,7 +100,7 @@ class Reading:
         with self._open() as connection:
             rows = connection.execute("SELECT name, step, at, low, high, counts FROM histograms ORDER BY name, step")
             for name, step, at, low, high, counts in rows:
-                told = {"step": step, "at": at, "low": low, "high": high, "counts": json.loads(counts)}
+                told = {"step": step, "at": at, "low": low, "high": high, "counts": decoded(counts)}
                 found.setdefault(name, []).append(told)
         return found
 
@@ -113,19 +117,29 @@ class Reading:
         except sqlite3.Error as problem:
             raise self._damaged(problem) from None
         try:
-            connection.execute("BEGIN")
-            self._check(connection)
-            yield connection
-        except sqlite3.Error as problem:
-            raise self._damaged(problem) from None
+            with self._explained():
+                connection.execute("BEGIN")
+                kind = self._kind(connection)
+            self._check(*kind)
+            with self._explained():
+                yield connection
         finally:
             connection.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, TypeError, ValueError, OverflowError, RecursionError) as problem:
+            late = "interrupted" in str(problem)
+            raise self._damaged(f"it takes longer than {ANSWER_S:g} s" if late else problem) from None
 
     def _connect(self) -> sqlite3.Connection:
         """Read-only. Where this user cannot write, a killed run's log cannot be read, and is left out."""
         uri = pathlib.Path(self.path).as_uri()
         for mode in ("mode=ro", "mode=ro&immutable=1"):
             connection = sqlite3.connect(f"{uri}?{mode}", uri=True, timeout=BUSY_S, isolation_level=None)
+            connection.set_progress_handler(_too_late(time.monotonic() + ANSWER_S), _EVERY)
             try:
                 connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
                 return connection
@@ -138,10 +152,15 @@ class Reading:
                 raise
         raise AssertionError
 
-    def _check(self, connection: sqlite3.Connection) -> None:
+    def _kind(self, connection: sqlite3.Connection) -> tuple[int, int, bool]:
+        """Its application, its schema, and whether it holds more than our tables: a view could be anything."""
         (application,) = connection.execute("PRAGMA application_id").fetchone()
         (schema,) = connection.execute("PRAGMA user_version").fetchone()
-        if application != APPLICATION:
+        parts = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+        return application, schema, any(not _is_ours(*part) for part in parts)
+
+    def _check(self, application: int, schema: int, odd: bool) -> None:
+        if application != APPLICATION or (odd and schema == SCHEMA):
             raise ValueError(f"{self.path} is no memory of a run: delete it, or give another directory")
         if schema != SCHEMA:
             raise ValueError(
@@ -149,10 +168,19 @@ class Reading:
                 "open it with that version, or delete the directory"
             )
 
-    def _damaged(self, problem: Exception) -> ValueError:
+    def _damaged(self, problem: object) -> ValueError:
         return ValueError(
             f"the run's memory {self.path} cannot be read: {problem}; if it stays so, delete the directory"
         )
+
+
+def _too_late(end: float) -> Callable[[], bool]:
+    return lambda: time.monotonic() > end
+
+
+def _is_ours(kind: str, name: str, sql: str | None) -> bool:
+    own = kind == "index" and sql is None and name.startswith("sqlite_autoindex_")
+    return own or ((kind, name) in _OURS and not str(sql).upper().startswith("CREATE VIRTUAL"))
 
 
 def _version(connection: sqlite3.Connection) -> int:

@@ -17,7 +17,7 @@ import heapq
 import os
 import pathlib
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
 import msgspec
@@ -136,7 +136,9 @@ class File:
             self.problem = f"{damaged} lines of it are damaged"
 
 
-def merge(directory: str, path: str, facts: Mapping[str, str] | None = None) -> str:
+def merge(
+    directory: str, path: str, facts: Mapping[str, str] | None = None, stop: Callable[[], bool] = lambda: False
+) -> str:
     """Writes `path` (compressed if it ends in .gz) out of the span files there; a sentence that says so.
 
     ValueError if there are none, or `path` cannot be written; then a file that was there before is still there."""
@@ -147,7 +149,7 @@ def merge(directory: str, path: str, facts: Mapping[str, str] | None = None) -> 
     try:
         try:
             with _open(temporary, compressed=path.endswith(".gz")) as out:
-                num_spans = _write(out, files, facts or {})
+                num_spans = _write(out, files, facts or {}, stop)
             os.replace(temporary, path)
         except OSError as problem:
             raise ValueError(f"{path} cannot be written: {problem.strerror or problem}") from None
@@ -181,7 +183,7 @@ def _open(path: str, compressed: bool) -> Iterator[IO[bytes]]:
             yield file
 
 
-def _write(out: IO[bytes], files: list[File], facts: Mapping[str, str]) -> int:
+def _write(out: IO[bytes], files: list[File], facts: Mapping[str, str], stop: Callable[[], bool]) -> int:
     shifts = _shifts([file.header for file in files])
     zero = min(file.header.perf_ns + shifts[file.header.clock] for file in files)
     processes = [
@@ -198,6 +200,8 @@ def _write(out: IO[bytes], files: list[File], facts: Mapping[str, str]) -> int:
             num_spans += event["ph"] == "X"
             lines.append(_encode(event))
             if len(lines) == 1000:
+                if stop():
+                    raise ValueError("interrupted while it was put together")
                 out.write((b"" if first else b",\n") + b",\n".join(lines))
                 lines, first = [], False
         if lines:

@@ -143,8 +143,9 @@ class Rank:
 
     @property
     def work_s(self) -> float:
-        """Its own work per step."""
-        return sum(self.own[name] for name in OWN) / 1e6 / max(1, self.steps)
+        """Its own work per step, the user's code included: all but what it waited, exchanged, saved or evaluated."""
+        others = sum(time for name, time in self.own.items() if name in COLUMNS and name not in OWN)
+        return max(0.0, self.seconds - others / 1e6) / max(1, self.steps)
 
     @property
     def waiting_s(self) -> float:

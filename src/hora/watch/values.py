@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ def checked(values: Mapping[str, Any]) -> tuple[dict[str, Scalar], dict[str, His
     scalars: dict[str, Scalar] = {}
     histograms: dict[str, Histogram] = {}
     for name, value in values.items():
+        if not name.isprintable() and any("\ud800" <= sign <= "\udfff" for sign in name):
+            raise ValueError(f"job.log: the name {name!r} is no text that can be written")
         if len(name) > MAX_NAME_CHARS:
             raise ValueError(f"job.log: {name[:20]}… has {len(name)} characters; {MAX_NAME_CHARS} are taken")
         if isinstance(value, torch.Tensor):
@@ -53,8 +56,11 @@ def checked(values: Mapping[str, Any]) -> tuple[dict[str, Scalar], dict[str, His
                 )
             held = value.detach()
             scalars[name] = float(held) if held.device.type == "cpu" else held.reshape(()).clone()
-        elif isinstance(value, bool | int | float):
-            scalars[name] = float(value)
+        elif isinstance(value, numbers.Real):
+            try:
+                scalars[name] = float(value)
+            except OverflowError:
+                raise ValueError(f"job.log: {name} is too large for a float") from None
         elif isinstance(value, Histogram):
             histograms[name] = value
         else:
