@@ -102,10 +102,10 @@ class Stream:
 
 
 @contextlib.contextmanager
-def shown(home: pathlib.Path, send_bytes: int = 0, **others: str) -> Iterator[Page]:
+def shown(home: pathlib.Path, send_bytes: int = 0, port: int = 0, **others: str) -> Iterator[Page]:
     """The page of the runs in `home`, served by a thread; `send_bytes` is what the kernel holds of an answer."""
     over = threading.Event()
-    listener = listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", port)
     if send_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     server = Server(make_app(Runs(str(home), others), allowed_hosts=["Trainer.Example"]), listener=listener)

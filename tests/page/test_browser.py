@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import pathlib
 import shutil
@@ -197,7 +198,13 @@ def test_a_phone_needs_no_scrolling_sideways(browser: Browser, home: pathlib.Pat
             tab.wait_for_timeout(300)
             assert tab.evaluate("document.documentElement.scrollWidth") <= 390, path
             if path == "/runs/digits":
+                cut = "document.querySelector('.worker.slow .who')"
+                assert "slow" in text(tab, ".worker.slow .who")
+                assert tab.evaluate(f"{cut}.scrollWidth <= {cut}.clientWidth")
                 picture(tab, "page-phone.png", ".scene-card")
+            if "xxx" in path:  # the servers' table scrolls inside its card
+                wide = "((it) => it.scrollWidth > it.clientWidth)(document.querySelector('#server-card{}'))"
+                assert tab.evaluate(wide.format(" .scroll")) and not tab.evaluate(wide.format(""))
 
 
 def test_the_theme_is_the_systems_until_it_is_chosen(browser: Browser, home: pathlib.Path) -> None:
@@ -280,6 +287,68 @@ def test_names_out_of_user_code_are_text(browser: Browser, home: pathlib.Path) -
         browser.complaints[:] = [one for one in browser.complaints if "404" not in one]  # there is no such run
 
 
+def test_events_say_whom_they_befell(browser: Browser, home: pathlib.Path) -> None:
+    story = Story(home, "one", size=2)
+    story.event("died", "rank 1 (host a, pid 401)", "killed by SIGKILL")
+    story.event("left", "rank 0 (host a, pid 400)", "")
+    story.event("checkpoint", "rank 0", "step-20 was written")
+    story.end()
+    tab = browser.open("/runs/one")
+    told = [event.text_content() for event in tab.locator(".event .text").all()]
+    assert told == ["the run has ended with code 0", "step-20 was written", "rank 0 (host a, pid 400)",
+                    "rank 1 (host a, pid 401): killed by SIGKILL", "rank 1 (host a, pid 401)",
+                    "rank 0 (host a, pid 400)"]  # fmt: skip
+
+
+def test_a_page_without_its_server_says_so_until_it_is_back(chromium: Any, home: pathlib.Path) -> None:
+    with told(home, "one", past=25, slow=1):
+        with shown(home) as page:
+            browser = Browser(chromium, page)
+            tab = browser.open("/runs/one")
+            tab.wait_for_selector(".edge.lit", state="attached")
+            tab.wait_for_selector("#banner.shown")
+            holds(tab, "document.querySelector('#tiles').textContent.includes('to go')")
+        tab.wait_for_selector("#state.unknown")
+        assert text(tab, "#state") == "not connected" and tab.locator("#link").is_visible()
+        assert "to go" not in text(tab, "#tiles") and "last heard of" in text(tab, "#tiles")
+        assert tab.locator(".edge.lit").count() == 0 and not tab.locator("#banner").is_visible()
+        with shown(home, port=page.port):
+            tab.wait_for_selector("#state.running")
+            tab.wait_for_selector(".edge.lit", state="attached")
+            assert not tab.locator("#link").is_visible() and tab.locator("#banner").is_visible()
+        browser.close()
+
+
+def test_epochs_are_counted_from_one(browser: Browser, home: pathlib.Path) -> None:
+    story = Story(home, "one")
+    story.go(20)  # in the epoch that its report calls 1: the second
+    story.end()
+    assert "epoch 2 of 5" in text(browser.open("/runs/one"), "#tiles")
+
+
+def test_an_axis_holds_what_it_shows(browser: Browser, home: pathlib.Path) -> None:
+    Story(home, "one").end()
+    tab = browser.open("/runs/one")
+    axes = "import('/static/axes.js').then((axes) => axes.range"
+    assert tab.evaluate(f"{axes}(0, 0, false))") == tab.evaluate(f"{axes}(0, 0, true))") == [0, 1]
+    low, high = tab.evaluate(f"{axes}(-2, -2, false))")
+    assert low < -2 < high < 0
+    sort = "import('/static/chart.js').then((chart) => chart.ordered({}, (point) => point[0]))"
+    assert tab.evaluate(sort.format("[[1, 5], [3, 6], [2, 7]]")) == [[1, 5], [2, 7], [3, 6]]
+
+
+def test_how_it_ended_is_told_in_words(browser: Browser, home: pathlib.Path) -> None:
+    rows = [{"up_to_bytes": 2896, "algorithm": "star"}, {"up_to_bytes": 20000, "algorithm": "star"},
+            {"up_to_bytes": None, "algorithm": "halving"}]  # fmt: skip
+    older(home, "one", lost=["rank 1 died", "rank 2 died"], auto={"auto/g1/0": json.dumps({"rows": rows}), "b": "{"})
+    tab = browser.open("/runs/one")
+    told = {
+        row.locator("dt").text_content(): row.locator("dd").inner_text() for row in tab.locator(".config div").all()
+    }
+    assert told["ended.lost"].splitlines() == ["rank 1 died", "rank 2 died"]
+    assert told["ended.auto"] == "star up to 20 kB, then halving" and not any("auto/" in key for key in told)
+
+
 def test_runs_are_chosen_and_compared(browser: Browser, home: pathlib.Path) -> None:
     for seed, (name, strategy, fast) in enumerate(
         [("ring-4", "ring", 0.05), ("ps-sync", "ps:mode=sync", 0.07), ("local-8", "local:every=8", 0.035)]
@@ -331,6 +400,11 @@ def test_a_predictor_can_be_tried(browser: Browser, home: pathlib.Path, page: Pa
             tab.click("#predict-button")
             tab.wait_for_selector(".answer.bad")
             assert "no JSON" in text(tab, "#predict-answer")
+        holds(tab, "document.querySelector('#predict-state').textContent.includes('its predictor with it')")
+        assert not tab.locator("#predict-form").is_visible()
+        with told(home, "loose", serving=f"http://127.0.0.1:{server.server_port}", strategy="ps:mode=ssp", servers=1):
+            tab = browser.open("/runs/loose")
+            holds(tab, "document.querySelector('#predict-state').textContent.includes('of update 7')")
     finally:
         server.shutdown()
         thread.join()

@@ -72,6 +72,9 @@ def test_the_predictor_is_asked_where_the_run_says(tmp_path: pathlib.Path, addre
         assert page.ask("/api/runs/one/predict", "POST", b"x" * (2 << 20))[0] == 413
         story.end()
         status, said, _ = page.ask("/api/runs/one/predict", "POST", [[1, 2]])
+        assert (status, said["error"]) == (409, "the run has ended, and its predictor with it")
+        Story(tmp_path, "two").end()
+        status, said, _ = page.ask("/api/runs/two/predict", "POST", [[1, 2]])
         assert status == 409 and "--serve" in said["error"]
 
 

@@ -138,8 +138,8 @@ def test_the_summary_has_the_whole_run() -> None:
     assert summary["seconds"] == now and summary["slowest"] == "rank 1 (host a, pid 101)"
     assert summary["samples_per_s"] == pytest.approx(320 / (now - 0.05))
     assert summary["values"] == {"loss": 2.0}
-    keys = "samples seconds samples_per_s steps bytes_per_step hidden slowest checkpoints skipped rounds values workers"
-    assert list(summary) == keys.split()
+    keys = "samples seconds samples_per_s steps from_step bytes_per_step hidden slowest checkpoints skipped rounds"
+    assert list(summary) == [*keys.split(), "values", "workers"]
 
 
 # -- what was logged --------------------------------------------------------------------------------------------------
@@ -154,6 +154,31 @@ def test_rows_are_placed_on_the_runs_clock_and_among_its_samples() -> None:
     assert (last.start, last.at, last.samples, last.mean) == (20, 6.0, 200, 1.0)
     assert [logged.step for logged in run.take_rows()] == [15, 20]
     assert run.take_rows() == []
+
+
+def test_the_samples_of_a_row_are_those_of_its_step() -> None:
+    run = board()
+    for rank in (0, 1):  # the first reports come from workers that began together, 2 times 8 samples a step
+        rows = [row(step, (10 - step) * 0.001, loss=1.0) for step in range(1, 11)]
+        run.hear(worker(rank), work(10, steps=10, seconds=3.0, samples=80, rows=rows), 3.0 + rank * 0.01)
+    logged_rows = run.take_rows()
+    zero, one = logged_rows[:10], logged_rows[10:]
+    assert [logged.samples for logged in zero] == [16, 32, 48, 64, 80, 80, 80, 80, 80, 80]  # no more was heard of
+    assert [logged.samples for logged in one] == list(range(16, 161, 16))
+    rows = [row(step, loss=1.0) for step in range(11, 15)]
+    run.hear(worker(0), work(14, steps=4, samples=32, rows=rows), 3.25)
+    assert [logged.samples for logged in run.take_rows()] == [176, 192, 192, 192]
+
+
+def test_where_workers_go_their_own_pace_rows_share_what_came_since_the_last_report() -> None:
+    run = board("ps:mode=async")
+    run.hear(worker(0), work(10, steps=10, samples=80), 1.0)
+    run.hear(worker(1), work(2, steps=2, samples=16), 1.1)
+    rows = [row(step, loss=1.0) for step in (11, 15, 20)]
+    run.hear(worker(0), work(20, steps=10, samples=80, rows=rows), 1.25)
+    assert [logged.samples for logged in run.take_rows()] == [90, 128, 176]
+    run.hear(worker(1), work(4, steps=2, samples=16, rows=[row(3, loss=1.0), row(4, loss=1.0)]), 1.3)
+    assert [logged.samples for logged in run.take_rows()] == [144, 192]
 
 
 def test_workers_values_of_one_step_are_one_point_and_the_newest_is_their_mean() -> None:
@@ -270,6 +295,39 @@ def test_too_many_alive_are_not_taken() -> None:
     for rank in range(MAX_TRACKS + 5):
         run.hear(worker(rank), work(1), 1.0)
     assert len(run.now(1.0).workers) == MAX_TRACKS and run.lost == 5
+
+
+def test_whoever_is_still_there_at_the_end_has_stopped() -> None:
+    run = board("ps:mode=async", size=3)
+    workers: dict[int, dict[str, Any]] = {0: {"epoch": 3}, 1: {"epoch": 3, "computes": [0.5]}, 2: {"epoch": 3}}
+    now = train(run, 10, workers, every_s=0.5)
+    run.hear(server(0), keeping(0), now)
+    assert run.now(now).workers[1].slow > 0
+    run.event("left", str(worker(2)), "", now)
+    run.event("end", "", "done", now)
+    run.hear(worker(0), work(11, epoch=3), now)  # on its way when the run ended
+    run.hear(worker(7), work(1), now)
+    shown = run.now(now)
+    assert [each.state for each in shown.workers] == ["stopped", "stopped", "left", "stopped"]
+    assert [each.state for each in shown.servers] == ["stopped"]
+    assert shown.samples_per_s == shown.steps_per_s == shown.servers[0].updates_per_s == 0
+    assert all(each.slow == each.samples_per_s == 0 for each in shown.workers)
+    assert shown.epoch == 3 and shown.state == "ended"
+
+
+def test_the_epoch_is_never_that_of_one_who_died_while_others_went_on() -> None:
+    run = board("ps:mode=async", size=3)
+    run.hear(worker(0), work(90, epoch=9, rows=[row(90, loss=9.0)]), 1.0)
+    run.hear(worker(1), work(40, epoch=4, rows=[row(40, loss=4.0)]), 1.0)
+    run.event("died", str(worker(0)), "", 1.0)
+    assert run.now(1.0).epoch == 4
+    run.hear(worker(1), work(50, epoch=5, rows=[row(50, loss=5.0)]), 2.0)
+    run.event("left", str(worker(1)), "", 2.0)
+    assert (run.now(2.0).epoch, run.now(2.0).values) == (5, {"loss": 5.0})
+    run.event("end", "", "done", 2.0)
+    assert run.now(2.0).epoch == 5 and run.summary()["values"] == {"loss": 5.0}
+    run.event("died", str(worker(1)), "", 2.0)
+    assert run.now(2.0).epoch == 5  # all have died: of the one that was heard last
 
 
 def test_servers_show_their_load_and_what_was_late() -> None:

@@ -135,3 +135,26 @@ def test_a_far_step_costs_no_memory() -> None:
     for step in (0, 1 << 52, 5, (1 << 52) + 1, 9, 11):
         curve.add(step, 0.0, 0, 1.0)
     assert len(curve.points) <= 4 and sum(point.count for point in curve.points) == 6
+
+
+def test_time_and_samples_never_fall_though_workers_are_at_different_paces() -> None:
+    curve = Curve(8)
+    told = [(step, 0.1 * step, 8 * step, 1.0) for step in range(0, 40, 2)]
+    told += [(step, 50.0 + step, 5000 + 8 * step, 3.0) for step in range(30)]  # another worker, much later
+    told += [(step, 90.0 + step, 9000 + 8 * step, 5.0) for step in range(40, 50)]
+    for each in told:
+        curve.add(*each)
+        ats, samples = [point.at for point in curve.points], [point.samples for point in curve.points]
+        assert ats == sorted(ats) and samples == sorted(samples)
+    assert curve.points[0].at < 2.0 and curve.points[-1].at > 90.0
+    assert sum(point.count for point in curve.points) == len(told)
+    assert total(curve) == pytest.approx(sum(value for *_, value in told))
+
+
+def test_a_late_value_moves_neither_the_time_nor_the_last_of_a_later_step() -> None:
+    curve = Curve(2)
+    for step in range(4):
+        curve.add(step, float(step), step, float(step))
+    curve.add(0, 9.0, 9, 7.0)
+    first = curve.points[0]
+    assert (first.start, first.steps, first.at, first.samples, first.last, first.high) == (0, 2, 1.0, 1, 1.0, 7.0)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pathlib
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 from told import keeping, row, server, work, worker
 
+from hora.watch import reading as reading_module
 from hora.watch.board import Board
 from hora.watch.memory import APPLICATION, SCHEMA, Memory
 from hora.watch.reading import Reading
@@ -421,6 +423,39 @@ def test_a_memory_that_is_not_there_or_damaged_is_said_so(tmp_path: pathlib.Path
     pathlib.Path(path).write_bytes(damaged)
     with pytest.raises(ValueError, match="cannot be read"):
         Reading(path).curves()
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS key, '1' AS value FROM n"
+
+
+@pytest.mark.parametrize(
+    "added",
+    [f"DROP TABLE facts; CREATE VIEW facts AS {ENDLESS}", "CREATE VIEW more AS SELECT 1", "CREATE TABLE more (a)",
+     "CREATE TRIGGER more AFTER INSERT ON facts BEGIN SELECT 1; END", "CREATE INDEX more ON points (mean)",
+     "DROP TABLE events; CREATE VIRTUAL TABLE events USING fts5(text)"],
+)  # fmt: skip
+def test_what_holds_more_than_our_tables_is_refused(path: str, added: str) -> None:
+    Memory(path, no_warning).close()
+    assert Reading(path).version() == 0
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(added)
+    with pytest.raises(ValueError, match="is no memory of a run"):
+        Reading(path)
+
+
+def test_a_memory_holds_its_reader_no_longer_than_it_may(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, board = Memory(path, no_warning), Board()
+    train(board, 1, 900)
+    memory.write(board)
+    memory.close()
+    read = Reading(path)
+    assert read.curves()[1]
+    monkeypatch.setattr(reading_module, "_is_ours", lambda *part: True)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(f"DROP TABLE facts; CREATE VIEW facts AS {ENDLESS}")
+    monkeypatch.setattr(reading_module, "ANSWER_S", 0.1)
+    with pytest.raises(ValueError, match=r"cannot be read: it takes longer than 0\.1 s"):
+        read.facts("now")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another user is needed")

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import bisect
+import itertools
 import random
+from collections.abc import Callable
+
+import pytest
 
 from hora.watch.stragglers import Change, Stragglers
 
@@ -9,13 +14,11 @@ LIVE = {0, 1, 2, 3}
 
 def steps(stragglers: Stragglers, seconds: dict[int, float], count: int, at: float) -> list[tuple[int, Change]]:
     """Each step of each worker is heard by itself, all at the pace of the slowest."""
-    changes = []
+    changes: list[tuple[int, Change]] = []
     for step in range(count):
         at += max(seconds.values())
         for rank, each in seconds.items():
-            change = stragglers.hear(rank, [each], LIVE, at)
-            if change is not None:
-                changes.append((step, change))
+            changes += [(step, change) for change in stragglers.hear(rank, [each], LIVE, at)]
     return changes
 
 
@@ -53,24 +56,27 @@ def test_a_hiccup_of_short_steps_is_not_told() -> None:
     for at in range(40):
         for rank in LIVE:
             slow = rank == 1 and at == 20
-            assert stragglers.hear(rank, [0.01 if slow else 0.002] * 32, LIVE, at * 0.25) is None
+            assert stragglers.hear(rank, [0.01 if slow else 0.002] * 32, LIVE, at * 0.25) == []
 
 
 def test_short_steps_that_stay_slow_are_told() -> None:
     stragglers = Stragglers()
     found = [
-        stragglers.hear(rank, [0.01 if rank else 0.002] * 32, {0, 1}, at / 4) for at in range(6) for rank in (0, 1)
+        change.rank
+        for at in range(6)
+        for rank in (0, 1)
+        for change in stragglers.hear(rank, [0.01 if rank else 0.002] * 32, {0, 1}, at / 4)
     ]
-    assert [change.rank for change in found if change] == [1]
+    assert found == [1]
 
 
 def test_nobody_alone_is_slow_and_the_dead_are_no_measure() -> None:
     stragglers = Stragglers()
     for at in range(20):
-        assert stragglers.hear(0, [0.1], {0}, float(at)) is None
+        assert stragglers.hear(0, [0.1], {0}, float(at)) == []
     for at in range(20, 40):
-        assert stragglers.hear(1, [1.0], {1}, float(at)) is None
-    assert stragglers.hear(1, [1.0], {0, 1}, 40.0) is not None
+        assert stragglers.hear(1, [1.0], {1}, float(at)) == []
+    assert stragglers.hear(1, [1.0], {0, 1}, 40.0) != []
 
 
 def test_two_of_five_are_both_named() -> None:
@@ -80,7 +86,7 @@ def test_two_of_five_are_both_named() -> None:
         change.rank
         for step in range(10)
         for rank, seconds in pace.items()
-        if (change := stragglers.hear(rank, [seconds], set(pace), step * 0.4)) is not None
+        for change in stragglers.hear(rank, [seconds], set(pace), step * 0.4)
     ]
     assert sorted(found) == [1, 4]
 
@@ -89,7 +95,7 @@ def test_noise_names_nobody() -> None:
     stragglers, random_ = Stragglers(), random.Random(3)
     for at in range(2000):
         for rank in LIVE:
-            assert stragglers.hear(rank, [random_.uniform(0.08, 0.12) for _ in range(3)], LIVE, at * 0.3) is None
+            assert stragglers.hear(rank, [random_.uniform(0.08, 0.12) for _ in range(3)], LIVE, at * 0.3) == []
 
 
 def test_the_forgotten_begin_anew() -> None:
@@ -98,4 +104,50 @@ def test_the_forgotten_begin_anew() -> None:
     assert stragglers.factor(1) > 0
     stragglers.forget(1)
     assert stragglers.factor(1) == 0
-    assert stragglers.hear(1, [0.4] * 4, LIVE, 9.0) is None
+    assert stragglers.hear(1, [0.4] * 4, LIVE, 9.0) == []
+
+
+# -- as reports come: a few times a second, each worker's at its own moment -------------------------------------------
+
+
+def reported(pace: Callable[[int, int], float], ranks: int, count: int, seed: int) -> tuple[list[Change], list[int]]:
+    """Workers that step together report every 0.25 s: the changes, and at which step of the run each was told."""
+    stragglers, random_, live = Stragglers(), random.Random(seed), set(range(ranks))
+    computes = [[pace(rank, step) for rank in live] for step in range(count)]
+    ends = list(itertools.accumulate(max(each) for each in computes))
+    phases = [random_.uniform(0.0, 0.25) for _ in live]
+    moments = sorted((phases[rank] + 0.25 * k, rank) for rank in live for k in range(int(ends[-1] * 4) + 2))
+    told, changes, steps = [0] * ranks, [], []
+    for at, rank in moments:
+        done = bisect.bisect_right(ends, at)
+        newest = [each[rank] for each in computes[told[rank] : done]][-32:]
+        told[rank] = done
+        for change in stragglers.hear(rank, newest, live, at, done):
+            changes.append(change)
+            steps.append(bisect.bisect_right(ends, at + 0.25))  # the watcher looks at it a little later
+    return changes, steps
+
+
+@pytest.mark.parametrize("since", [0, 40])
+def test_a_worker_four_times_as_slow_is_named_by_its_eighth_slow_step(since: int) -> None:
+    for seed in range(40):
+        changes, steps = reported(lambda rank, step: 0.2 if rank == 1 and step >= since else 0.05, 2, since + 15, seed)
+        assert [(change.rank, change.slow) for change in changes] == [(1, True)] and steps[0] - since <= 8
+
+
+@pytest.mark.parametrize("ms", [(5, 12), (25, 60), (100, 300)])
+def test_when_all_slow_down_at_once_nobody_is_named(ms: tuple[int, int]) -> None:
+    for seed in range(20):
+        assert reported(lambda rank, step: ms[step >= 60] / 1000, 4, 120, seed)[0] == []
+
+
+def test_much_jitter_seldom_names_anybody() -> None:
+    random_ = random.Random(1)
+    for ranks in (2, 8):
+        changes, _ = reported(lambda rank, step: 0.2 * random_.lognormvariate(0.0, 0.3), ranks, 3000, 1)
+        assert sum(change.slow for change in changes) <= 10
+
+
+def test_one_long_step_is_no_reason() -> None:
+    for seed in range(20):
+        assert reported(lambda rank, step: 2.0 if rank == 1 and step in (0, 30) else 0.05, 2, 60, seed)[0] == []

@@ -116,3 +116,19 @@ def test_a_disk_that_fails_is_told_once(tmp_path: pathlib.Path) -> None:
         board.hear(worker(0), work(step, rows=[row(step, loss=1.0)]), 1.0)
         write(board, files)
     assert len(warnings) == 1 and "the run goes on without it" in warnings[0]
+
+
+@needs_package
+def test_the_speed_does_not_end_with_a_nothing_of_after_the_end(tmp_path: pathlib.Path) -> None:
+    board, files = Board(strategy="ring"), TensorBoard(str(tmp_path), no_warning)
+    for step in (1, 2):
+        board.hear(worker(0), work(step), step * 1.0)
+        write(board, files)
+    board.event("left", str(worker(0)), "", 2.5)
+    write(board, files)
+    board.event("end", "", "done", 2.6)
+    write(board, files)
+    files.close()
+    values = [value for event in read(files.path) for value in event.summary.value]
+    speeds = [value.simple_value for value in values if value.tag == tensorboard.SPEED]
+    assert len(speeds) == 2 and min(speeds) > 0

@@ -103,6 +103,25 @@ def test_a_straggler_is_said(watch: Callable[..., Watcher], said: Said) -> None:
     assert said.words == ["rank 1 (host a, pid 101) is slow: 400 ms of compute per step, the others 100 ms"]
 
 
+def test_what_is_said_and_warned_while_it_closes_is_told_before_it_has(
+    watch: Callable[..., Watcher], said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "EVERY_S", 60.0)  # so that nothing is looked at before the end
+    watcher = watch()
+    for step in range(1, 11):
+        watcher.hear(worker(0), encode(work(step, computes=[0.1], rows=[row(step, loss=1.0)])))
+        watcher.hear(worker(1), encode(work(step, computes=[0.4])))
+    assert said.words == said.warnings == []
+    with monkeypatch.context() as patched:
+        patched.setattr("hora.watch.lines.os.write", full)
+        watcher.close({})
+    assert said.words == ["rank 1 (host a, pid 101) is slow: 400 ms of compute per step, the others 100 ms"]
+    assert len(said.warnings) == 1 and "No space left on device" in said.warnings[0]
+
+
 def test_reports_that_cannot_be_read_are_counted_and_nothing_breaks(watch: Callable[..., Watcher], said: Said) -> None:
     watcher = watch()
     body = encode(work(1))

@@ -79,7 +79,7 @@ def _others(workers: Sequence[Worker], chosen: Sequence[Worker]) -> Text:
     rest = [worker for worker in workers if worker.rank not in there]
     slow = [worker.rank for worker in rest if worker.slow and worker.state == "alive"]
     told = [f"slow: rank {', '.join(map(str, slow[:5]))}{', …' * (len(slow) > 5)}"] if slow else []
-    for state in ("died", "left"):
+    for state in ("died", "left", "stopped"):
         many = sum(worker.state == state for worker in rest)
         told += [f"{many} {state}"] * bool(many)
     how = "; ".join(told) or ("all even" if len(rest) > 1 else "even")

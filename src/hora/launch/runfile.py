@@ -155,7 +155,7 @@ def look_up(run: str) -> Found:
         if begun is not None:
             return _found(path, begun)
         with contextlib.suppress(OSError):
-            near = difflib.get_close_matches(run, os.listdir(home()), n=1)
+            near = difflib.get_close_matches(run, {*os.listdir(home())} - {run}, n=1)
             if near:
                 raise ValueError(f"there is no run {run!r}; did you mean {near[0]!r}?") from None
         raise

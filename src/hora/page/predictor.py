@@ -39,6 +39,8 @@ def state(run: Run) -> bytes:
 def predict(run: Run, body: bytes) -> tuple[int, bytes]:
     """The predictor's own answer to POST /predict, whatever it is. Refusal if there is nobody to ask."""
     address = _address(run)
+    if not address and not run.live and run.begun.get("serve") is not None:
+        raise Refusal("the run has ended, and its predictor with it", 409)
     if not address:
         raise Refusal("nobody answers predictions in this run; hora run --serve 8000 … starts somebody who does", 409)
     return _ask(address, "POST", "/predict", body, ANSWER_S)

@@ -97,6 +97,9 @@ class Board:
                 self._stragglers.forget(int(seat[2]))
         if kind == "end":
             self._state = "ended"
+            for rank in self._members.live_ranks:
+                self._stragglers.forget(rank)
+            self._members.end()
         self._journal.add(kind, who, text, now, self._step if step is None else step)
 
     def tick(self, now: float) -> None:
@@ -114,7 +117,7 @@ class Board:
                     self._add(f"rank/{track.rank}/{part}", now, seconds, STRIP_LIMIT)
         if live and self._state == "running":
             self._add("speed", now, sum(track.rate(now)[0] for track in live), LIMIT)
-        progress = _most(track.progress for track in live or self._members.workers.values())
+        progress = _most(track.progress for track in self._members.standing())
         if progress is not None:
             self._forecast.add(now, progress)
 
@@ -123,7 +126,7 @@ class Board:
     def now(self, at: float) -> Now:
         """The run at this moment; nothing here changes it afterwards."""
         everyone = [self._members.workers[rank] for rank in sorted(self._members.workers)]
-        live = [track for track in everyone if track.alive]
+        live, standing = self._members.live(), self._members.standing()
         comm_s = self._members.least_exposed_s() if self._together else math.inf
         rates = [track.rate(at) for track in live]
         servers = [self._members.servers[number].show(at) for number in sorted(self._members.servers)]
@@ -139,8 +142,8 @@ class Board:
             state=self._state,
             seconds=at,
             step=self._step,
-            epoch=_most(track.epoch for track in live or everyone),
-            epochs=_most(track.epochs for track in live or everyone),
+            epoch=_most(track.epoch for track in standing),
+            epochs=_most(track.epochs for track in standing),
             progress=self._forecast.progress,
             eta_s=self._forecast.eta_s(at) if self._state == "running" else None,
             samples=self._samples,
@@ -148,7 +151,7 @@ class Board:
             steps_per_s=max((rate for _, rate in rates), default=0.0),
             bytes_per_step=totals.sent_bytes / totals.steps if totals.steps else 0.0,
             hidden=totals.hidden,
-            values=self._logbook.newest(live, everyone),
+            values=self._logbook.newest(standing, everyone),
             workers=[track.show(at, comm_s=comm_s, slow=self._stragglers.factor(track.rank)) for track in everyone],
             servers=servers,
             lags=dict(sorted(lags.items())),
@@ -176,7 +179,7 @@ class Board:
             "checkpoints": self._journal.checkpoints,
             "skipped": self._journal.skipped,
             "rounds": _most(track.rounds for track in everyone),
-            "values": self._logbook.newest(self._members.live(), everyone),
+            "values": self._logbook.newest(self._members.standing(), everyone),
             "workers": self._members.seen,
         }
 
@@ -228,19 +231,23 @@ class Board:
             self._go_back(track, max(0, report.step - report.steps), now)
         else:
             stale_after = self._restores.stale_after(rank, report, now)
-        before_at, before = track.heard_at, track.run_samples
+        first, before = track.heard_at is None, track.run_samples
         track.hear(report, now)
         track.run_samples = self._samples = self._samples + report.samples
         if stale_after is None:
-            since = before_at if before_at is not None else now - report.seconds
-            self._log_rows(track, rows, report, now, since, before)
+            self._log_rows(track, rows, report, now, first, before)
             self._log_rest(track, report, now)
         else:
             track.step = stale_after
         self._step = max(self._step, track.step)
-        change = self._stragglers.hear(rank, report.computes, self._members.live_ranks, now) if track.alive else None
-        if change is not None:
-            self.event("slow" if change.slow else "even", track.name, change.words(track.name), now)
+        if track.alive:
+            self._compare(track, report, now)
+
+    def _compare(self, track: Track, report: Work, now: float) -> None:
+        step = report.step if self._together else None
+        for change in self._stragglers.hear(track.rank, report.computes, self._members.live_ranks, now, step):
+            name = self._members.workers[change.rank].name
+            self.event("slow" if change.slow else "even", name, change.words(name), now)
 
     def _begin(self, track: Track, report: Work, now: float) -> None:
         """The times of work; and where in the run a worker stands that is heard for the first time."""
@@ -257,13 +264,25 @@ class Board:
             if track.rank >= self._size > 0 and not self._together:  # one who joined counts its own steps, from 0
                 track.offset = max(0, self._step - max(0, report.step - report.steps))
 
-    def _log_rows(self, track: Track, rows: list[Row], report: Work, now: float, since: float, before: int) -> None:
-        """The run's samples were `before` then, and have grown evenly since, it is taken."""
+    def _log_rows(self, track: Track, rows: list[Row], report: Work, now: float, first: bool, before: int) -> None:
+        """The run's samples at a row are told by its step: never more than were heard of, nor fewer than at the row
+        before. `before` are the run's when this worker was heard last, if this is not the `first` time."""
+        if not rows:
+            return
+        together = self._together or (first and not track.offset and self._members.seen <= self._size)
+        begin = report.step - report.steps
+        if together:  # each worker's samples grow with its steps, and all are taken to be at this row's
+            live = self._members.live()
+            missing = max(0, self._size - self._members.seen) if first else 0  # not heard yet, but at work
+            slope = sum(other.pace for other in live) + missing * track.pace
+            base = self._samples - sum(other.pace * other.step for other in live) - missing * track.pace * begin
+        else:
+            slope = (self._samples - before) / max(1, report.steps)
+            base = before - slope * begin
         for row in rows:
             at = _on_our_clock(row.at, report, now)
-            share = min(1.0, max(0.0, (at - since) / (now - since))) if now > since else 1.0
-            samples = before + round((self._samples - before) * share)
-            self._logbook.add(track, row, at, samples, self._members.live_ranks)
+            track.row_samples = min(self._samples, max(track.row_samples, round(base + slope * row.step)))
+            self._logbook.add(track, row, at, track.row_samples, self._members.live_ranks)
             track.row_step = row.step
 
     def _log_rest(self, track: Track, report: Work, now: float) -> None:

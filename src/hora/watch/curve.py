@@ -19,10 +19,11 @@ STRIP_LIMIT = 256  # of what one worker or server shows
 
 
 class Point(msgspec.Struct, array_like=True, gc=False):
-    """What was added for the steps from `start` on, `steps` of them; `at` and `samples` are of its newest value.
+    """What was added for the steps from `start` on, `steps` of them.
 
-    `mean`, `low` and `high` are over the `count` finite values, NaN if there are none. `last` is the newest one, finite
-    or not.
+    `at` and `samples` are of the first value at the newest of these steps: workers at different paces may come to it at
+    different times. `mean`, `low` and `high` are over the `count` finite values, NaN if there are none. `last` is the
+    last one at the newest step, finite or not.
     """
 
     start: int
@@ -37,7 +38,7 @@ class Point(msgspec.Struct, array_like=True, gc=False):
 
 
 class Curve:
-    """At most `limit` points, in the order of their steps.
+    """At most `limit` points, in the order of their steps; `at` and `samples` never fall from one to the next.
 
     A value may be late: it joins the point of its step. Where a run goes back to an earlier step, `rewind` says so.
     """
@@ -65,13 +66,14 @@ class Curve:
                 self._widen()
                 self.add(step, at, samples, value, count)
                 return
-            points.insert(index, Point(start, 1, at, samples, math.nan, math.nan, math.nan, value, 0))
+            points.insert(index, Point(start, 0, at, samples, math.nan, math.nan, math.nan, value, 0))
         point = points[index]
         self._changed.add(start)
         if step - start >= point.steps:
             point.steps = step - start + 1
-        if at >= point.at:
-            point.at, point.samples, point.last = at, samples, value
+            self._place(index, at, samples)
+        if step - start + 1 == point.steps:
+            point.last = value
         if not -math.inf < value < math.inf:
             return
         if point.count:
@@ -102,6 +104,17 @@ class Curve:
             return False, [self.points[-1]]
         return False, [point for point in self.points if point.start in changed]
 
+    def _place(self, index: int, at: float, samples: int) -> None:
+        """Not before the point ahead of it, nor after the one behind: a step may be told later than the next one."""
+        point = self.points[index]
+        if index:
+            before = self.points[index - 1]
+            at, samples = max(at, before.at), max(samples, before.samples)
+        if index + 1 < len(self.points):
+            after = self.points[index + 1]
+            at, samples = min(at, after.at), min(samples, after.samples)
+        point.at, point.samples = at, samples
+
     def _widen(self) -> None:
         while len(self.points) >= self.limit:
             self.width *= 2
@@ -124,7 +137,6 @@ def _start(point: Point) -> int:
 
 def _joined(one: Point, other: Point) -> Point:
     """Two neighbours as one."""
-    newest = other if other.at >= one.at else one
     count = one.count + other.count
     if not one.count:
         mean, low, high = other.mean, other.low, other.high
@@ -134,4 +146,4 @@ def _joined(one: Point, other: Point) -> Point:
         mean = one.mean * (one.count / count) + other.mean * (other.count / count)
         low, high = min(one.low, other.low), max(one.high, other.high)
     steps = other.start + other.steps - one.start
-    return Point(one.start, steps, newest.at, newest.samples, mean, low, high, newest.last, count)
+    return Point(one.start, steps, other.at, other.samples, mean, low, high, other.last, count)

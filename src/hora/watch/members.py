@@ -42,6 +42,7 @@ class Members:
         self.servers: dict[int, ServerTrack] = {}
         self.live_ranks: set[int] = set()
         self.seen = 0
+        self._ended = False
         self._gone = Totals()
         self._forgotten: list[int] = []
 
@@ -58,9 +59,12 @@ class Members:
                 return None
             self._forget(gone)
         self.seen += 1
-        self.workers[rank] = Track(rank, name)
-        self.live_ranks.add(rank)
-        return self.workers[rank]
+        track = self.workers[rank] = Track(rank, name)
+        if self._ended:
+            track.state = "stopped"
+        else:
+            self.live_ranks.add(rank)
+        return track
 
     def server(self, number: int, name: str) -> ServerTrack | None:
         """The same for a server, in the process of that name."""
@@ -69,11 +73,14 @@ class Members:
             if track is None and len(self.servers) >= MAX_TRACKS:
                 return None
             track = self.servers[number] = ServerTrack(number, name)
+            if self._ended:
+                track.state = "stopped"
         return track
 
     def change(self, role: str, number: int, name: str, kind: str) -> Track | None:
         """A member has joined, left or died, and the servers in its process with it."""
-        state = "alive" if kind == "joined" else kind
+        alive = "stopped" if self._ended else "alive"
+        state = alive if kind == "joined" else kind
         for server in self.servers.values():
             if server.name == name or (role == "server" and server.number == number):
                 server.state = state
@@ -87,6 +94,15 @@ class Members:
             (self.live_ranks.add if track.alive else self.live_ranks.discard)(track.rank)
         return track
 
+    def end(self) -> None:
+        """The run is over: whoever was still there has stopped."""
+        self._ended = True
+        self.live_ranks.clear()
+        everyone: list[Track | ServerTrack] = [*self.workers.values(), *self.servers.values()]
+        for each in everyone:
+            if each.state == "alive":
+                each.state = "stopped"
+
     def take_forgotten(self) -> list[int]:
         """Ranks of workers that are not kept any more."""
         taken, self._forgotten = self._forgotten, []
@@ -95,6 +111,13 @@ class Members:
     def live(self) -> list[Track]:
         """The live workers, by rank."""
         return [self.workers[rank] for rank in sorted(self.live_ranks)]
+
+    def standing(self) -> list[Track]:
+        """Those who know how far the run is: the live workers, else those that stopped or left well. Where all have
+        died, the one that was heard last."""
+        everyone = self.workers.values()
+        last = max(everyone, key=lambda track: track.heard_at or 0.0, default=None)
+        return self.live() or [track for track in everyone if track.state != "died"] or ([last] if last else [])
 
     def totals(self) -> Totals:
         totals = self._gone

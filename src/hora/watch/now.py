@@ -8,7 +8,7 @@ import msgspec
 class Worker(msgspec.Struct, kw_only=True):
     rank: int
     name: str  # as in "rank 3 (host a, pid 411)"
-    state: str = "alive"  # alive, left, died
+    state: str = "alive"  # alive, left, died, stopped with the run
     step: int = 0
     compute_s: float = 0.0  # per step, without communication
     wait_s: float = 0.0  # per step, for slower workers

@@ -83,7 +83,7 @@ class TensorBoard:
         for histogram in histograms:
             proto = self._summaries.HistogramProto(**_fields(histogram))
             self._add(histogram.at, histogram.step, [{"tag": histogram.name, "histo": proto}])
-        if now.state == "running":
+        if now.state == "running" and any(worker.state == "alive" for worker in now.workers):
             self._add(now.seconds, now.step, [{"tag": SPEED, "simple_value": now.samples_per_s}])
 
     def _add(self, at: float, step: int, values: list[dict[str, Any]]) -> None:

@@ -45,6 +45,8 @@ class Track:
         self.step = 0
         self.offset = 0  # from its own steps to the run's
         self.row_step = 0  # of the newest row
+        self.row_samples = 0  # the run's, at that row
+        self.pace = 0.0  # its own samples per step
         self.newest: dict[str, float] = {}  # of what was logged
         self.epoch: int | None = None
         self.epochs: int | None = None
@@ -80,6 +82,8 @@ class Track:
         self.epoch, self.epochs, self.progress = report.epoch, report.epochs, share(report.progress)
         lag = report.notes.get("lag")
         self.lag = lag if lag is not None and math.isfinite(lag) else None
+        if report.steps:
+            self.pace = report.samples / report.steps
         self.steps += report.steps
         self.seconds += report.seconds
         self.exposed_s += exposed_s

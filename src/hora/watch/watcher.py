@@ -40,7 +40,8 @@ class Watcher:
     is removed at `close`. ValueError if another version's memory lies there, or TensorBoard's package is missing.
 
     All methods may be called from any thread and none waits for a disk, but `close`, for CLOSE_S at most. `warn` and
-    `say` are called from the watcher's thread; `warn` at most once.
+    `say` are called from the watcher's thread; `warn` at most once. What there is to say or to warn of while it closes
+    is told before `close` returns, unless a disk hangs.
     """
 
     def __init__(

@@ -43,6 +43,13 @@ export function timeLabel(value) {
   return value === 0 ? "0" : duration(value);
 }
 
+// From where to where the axis of values from low to high goes
+export function range(low, high, from0) {
+  if (high - low > Math.abs(high) * 1e-9) return [from0 && low === 0 ? 0 : low - (high - low) * 0.04, high + (high - low) * 0.06];
+  if (high === 0) return [0, 1];
+  return from0 && high > 0 ? [0, high * 1.2] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+}
+
 function nice(step) {
   if (!(step > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(step));

@@ -1,6 +1,6 @@
 // Chart: curves with their low-high bands on a canvas. Pointer and arrow keys read a point.
 
-import { label, logTicks, ticks, timeLabel, timeTicks } from "./axes.js";
+import { label, logTicks, range, ticks, timeLabel, timeTicks } from "./axes.js";
 import { color, el, say } from "./dom.js";
 import { number } from "./format.js";
 import { HIGH, LOW, MEAN, X } from "./store.js";
@@ -58,6 +58,7 @@ export class Chart {
     pen.clearRect(0, 0, width, height);
     pen.font = FONT;
     this.#describe();
+    this.drawn = this.series.map((one) => ({ ...one, points: ordered(one.points, X[this.x].of) }));
     const area = this.#area(width, height, pen);
     if (!area) {
       pen.fillStyle = color("--muted");
@@ -70,8 +71,8 @@ export class Chart {
     pen.beginPath();
     pen.rect(area.left, area.top - 2, area.right - area.left + 4, area.bottom - area.top + 4);
     pen.clip();
-    if (this.options.band) for (const one of this.series) this.#band(pen, area, one);
-    for (const one of this.series) this.#line(pen, area, one);
+    if (this.options.band) for (const one of this.drawn) this.#band(pen, area, one);
+    for (const one of this.drawn) this.#line(pen, area, one);
     pen.restore();
     this.#readings(pen, area);
   }
@@ -80,7 +81,7 @@ export class Chart {
     const of = X[this.x].of;
     let [x0, x1, y0, y1, any] = [Infinity, -Infinity, Infinity, -Infinity, false];
     const [lows, highs] = [[], []];
-    for (const { points } of this.series) {
+    for (const { points } of this.drawn) {
       for (const point of points) {
         const mean = point[MEAN];
         if (mean === null || (this.log && mean <= 0)) continue;
@@ -105,8 +106,7 @@ export class Chart {
     if (x0 > 0 && x0 < (x1 - x0) * 0.2) x0 = 0;
     if (x1 <= x0) [x0, x1] = [x0 - 0.5, x0 + 0.5];
     if (this.log) [y0, y1] = y1 > y0 * 1.01 ? [y0 / 1.05, y1 * 1.05] : [y0 / 1.5, y1 * 1.5];
-    else if (y1 - y0 > Math.abs(y1) * 1e-9) [y0, y1] = [this.options.from0 && y0 === 0 ? 0 : y0 - (y1 - y0) * 0.04, y1 + (y1 - y0) * 0.06];
-    else [y0, y1] = this.options.from0 && y1 > 0 ? [0, y1 * 1.2] : [y0 - (Math.abs(y0) * 0.1 || 1), y1 + (Math.abs(y1) * 0.1 || 1)];
+    else [y0, y1] = range(y0, y1, this.options.from0);
     const rows = Math.max(2, Math.floor((height - MARGIN.top - MARGIN.bottom) / 26));
     const yTicks = this.log ? logTicks(y0, y1) : ticks(y0, y1, rows);
     const yLabels = yTicks.map((tick) => (this.log ? number(tick, 2) : label(tick, yTicks)));
@@ -198,7 +198,7 @@ export class Chart {
     }
     const at = Math.min(Math.max(this.reading, area.x0), area.x1);
     const of = X[this.x].of;
-    const found = this.series.map((one) => ({ one, point: nearest(one.points, of, at) })).filter(({ point }) => point);
+    const found = this.drawn.map((one) => ({ one, point: nearest(one.points, of, at) })).filter(({ point }) => point);
     if (!found.length) return;
     const close = found.reduce((best, next) => (Math.abs(of(next.point) - at) < Math.abs(of(best.point) - at) ? next : best));
     const x = area.x(of(close.point));
@@ -281,6 +281,12 @@ export class Chart {
     const { x0, x1 } = this.area;
     this.#read(Math.min(x1, Math.max(x0, (this.reading ?? x1) + (way * (x1 - x0)) / 50)));
   }
+}
+
+// points by their x: steps of several workers may come to an end in another order than they are counted in
+export function ordered(points, of) {
+  const isOrdered = points.every((point, place) => !place || of(points[place - 1]) <= of(point));
+  return isOrdered ? points : [...points].sort((a, b) => of(a) - of(b));
 }
 
 // stretches without a gap

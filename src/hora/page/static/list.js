@@ -11,7 +11,7 @@ let runs = [];
 function show() {
   const words = $("find").value.toLowerCase().split(/\s+/).filter(Boolean);
   const found = runs.filter((run) => {
-    const text = [run.name, run.strategy, (run.command ?? []).join(" "), run.state, run.host].join(" ").toLowerCase();
+    const text = [run.name, run.strategy, [].concat(run.command ?? []).join(" "), run.state, run.host].join(" ").toLowerCase();
     return words.every((word) => text.includes(word));
   });
   keep($("runs"), found, (run) => run.name, make, update);
@@ -37,7 +37,7 @@ function make(run) {
 
 function update(row, run) {
   const [, name, state, strategy, size, steps, speed, time, values] = row.children;
-  say(name.children[1], [date(run.started), (run.command ?? []).join(" ")].filter((text) => text && text !== "–").join(" · "));
+  say(name.children[1], [date(run.started), [].concat(run.command ?? []).join(" ")].filter((text) => text && text !== "–").join(" · "));
   say(state.firstChild, STATES[run.state] ?? run.state);
   set(state.firstChild, "class", `pill ${run.state}`);
   say(strategy, run.strategy || "–");

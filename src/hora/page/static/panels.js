@@ -2,7 +2,7 @@
 
 import { Bars } from "./bars.js";
 import { $, ask, el, keep, say } from "./dom.js";
-import { duration, number, short } from "./format.js";
+import { bytes, duration, number, short } from "./format.js";
 
 const ICONS = { joined: "+", left: "−", died: "✕", slow: "▲", even: "=", checkpoint: "◆", restore: "↺", skipped: "⊘", stop: "■", serving: "»", end: "●" };
 const MAX_SHOWN = 200;
@@ -13,8 +13,15 @@ export function showEvents(list, events) {
     el("li", { className: `event kind-${/^[a-z]+$/.test(event.kind) ? event.kind : "other"}` },
       el("span", { className: "icon", "aria-hidden": "true", text: ICONS[event.kind] ?? "•" }),
       el("span", { className: "kind", text: event.kind }),
-      el("span", { className: "text", text: event.text || event.who }),
+      el("span", { className: "text", text: wordsOf(event) }),
       el("span", { className: "when", text: `${duration(event.at)} · step ${event.step.toLocaleString("en")}` })));
+}
+
+// these say by their kind alone what happened, so that who it was has to be said
+function wordsOf({ kind, who, text }) {
+  if (!["joined", "left", "died"].includes(kind)) return text || who;
+  const why = kind === "joined" ? "" : text;
+  return [who, why].filter(Boolean).join(": ");
 }
 
 // Nested facts as one list: serve.port 8000
@@ -22,8 +29,11 @@ export function showConfig(list, facts) {
   const rows = [];
   const walk = (prefix, value) => {
     if (value === null || value === undefined || value === "") return;
-    if (Array.isArray(value)) {
-      if (value.length) rows.push([prefix, value.map((one) => (typeof one === "object" ? JSON.stringify(one) : String(one))).join(" ")]);
+    if (prefix === "ended.auto") {
+      const words = Object.values(value).map(choicesOf).filter(Boolean);
+      if (words.length) rows.push([prefix, words.join("\n")]);
+    } else if (Array.isArray(value)) {
+      if (value.length) rows.push([prefix, value.map((one) => (typeof one === "object" ? JSON.stringify(one) : String(one))).join(prefix === "ended.lost" ? "\n" : " ")]);
     } else if (typeof value === "object") {
       for (const [key, inner] of Object.entries(value)) walk(prefix ? `${prefix}.${key}` : key, inner);
     } else rows.push([prefix, String(value)]);
@@ -33,6 +43,17 @@ export function showConfig(list, facts) {
   if (list.dataset.shown === text) return;
   list.dataset.shown = text;
   list.replaceChildren(...rows.map(([key, value]) => el("div", {}, el("dt", { text: key }), el("dd", { text: value }))));
+}
+
+// What auto chose, from the JSON that the ranks have left: star up to 2.9 kB, then halving
+function choicesOf(json) {
+  try {
+    const parts = JSON.parse(json).rows.map((row) => [String(row.algorithm), row.up_to_bytes]);
+    const joined = parts.filter(([name], place) => name !== parts[place + 1]?.[0]);
+    return joined.map(([name, top]) => (top === null ? name : `${name} up to ${bytes(top)}`)).join(", then ");
+  } catch {
+    return "";
+  }
 }
 
 export class Lags {
@@ -128,12 +149,13 @@ export class Predictor {
     });
   }
 
-  async show(serving) {
+  // unit: what a version is counted in; ended: whether there was one, and it is over
+  async show(serving, unit = "step", ended = false) {
     const changed = serving !== this.serving;
     this.serving = serving;
     $("predict-form").hidden = !serving;
     if (!serving) {
-      say($("predict-state"), "Nobody answers predictions in this run. hora run --serve 8000 … starts somebody who does.");
+      say($("predict-state"), ended ? "The run has ended, and its predictor with it." : "Its predictor does not answer yet.");
       return;
     }
     if (!changed && this.asked && performance.now() - this.asked < 3000) return;
@@ -145,7 +167,7 @@ export class Predictor {
       say($("predict-state"), problem.message);
       return;
     }
-    const state = told.problem || (told.ready ? `answers with the parameters of step ${Number(told.step).toLocaleString("en")}` : "has no parameters yet");
+    const state = told.problem || (told.ready ? `answers with the parameters of ${unit} ${Number(told.step).toLocaleString("en")}` : "has no parameters yet");
     say($("predict-state"), `${told.serving || serving} ${told.problem ? "· " : ""}${state}`);
     if (!this.example && told.inputs?.length) {
       this.example = true;

@@ -5,13 +5,14 @@ import { $, PALETTE, ask, el, keep, say, set, themeSwitch } from "./dom.js";
 import { bytes, date, duration, number, percent, short, whole } from "./format.js";
 import { Live } from "./live.js";
 import { Histograms, Lags, Predictor, showConfig, showEvents } from "./panels.js";
+import { planOf } from "./layout.js";
 import { Scene } from "./scene.js";
 import { Store } from "./store.js";
 import { Workers } from "./workers.js";
 
 const FIRST = ["loss", "train_loss", "train/loss"];
 const MANY = 9; // charts of values that are shown at once
-const STATES = { starting: "starting", running: "running", ended: "ended", failed: "failed", stopped: "stopped", lost: "broken off" };
+const STATES = { starting: "starting", running: "running", ended: "ended", failed: "failed", stopped: "stopped", lost: "broken off", unknown: "not connected" };
 
 const name = decodeURIComponent(location.pathname.split("/")[2] ?? "");
 const store = new Store();
@@ -22,6 +23,7 @@ const lags = new Lags($("lags"));
 const histograms = new Histograms($("histograms"));
 const predictor = new Predictor(name);
 let all = false;
+let lost = false; // whether nobody tells the page what the run does
 
 const live = new Live(name, (kind, told) => {
   if (kind === "whole") store.whole(told);
@@ -30,6 +32,9 @@ const live = new Live(name, (kind, told) => {
 }, (text) => {
   $("link").hidden = !text;
   say($("link"), text);
+  const changed = lost !== Boolean(text);
+  lost = Boolean(text);
+  if (changed) show();
 }, () => store.now?.state === "ended");
 
 function choice(group) {
@@ -45,7 +50,7 @@ function show() {
   banner(now);
   tiles(now);
   curves();
-  scene.update(now, store.told.live && now.state !== "ended");
+  scene.update(now, going() && now.state !== "ended");
   workers.update(store, choice("x"));
   servers(now);
   const words = lags.show(now.lags);
@@ -56,13 +61,17 @@ function show() {
   histograms.show(store.histograms);
   showEvents($("events"), store.events);
   $("no-events").hidden = store.events.length > 0;
-  predictor.show(store.told.live ? now.serving : "");
+  if (going() || !store.told.live) predictor.show(store.told.live ? now.serving : "", planOf(now).loose ? "update" : "step", !store.told.live);
   $("predict-card").hidden = !(store.told.live && now.serving) && !store.told.run?.serve;
+}
+
+function going() {
+  return store.told.live && !lost;
 }
 
 function head() {
   const { told, now } = store;
-  const state = told.state ?? "starting";
+  const state = told.live && lost ? "unknown" : told.state ?? "starting";
   say($("state"), STATES[state] ?? state);
   set($("state"), "class", `pill ${state}`);
   document.title = `${now ? `${short(now.step)} · ` : ""}${name} · Hora`;
@@ -70,7 +79,7 @@ function head() {
   const strategy = now?.strategy || told.end?.strategy || run.strategy || "";
   const size = now?.workers.length || run.size;
   const parts = [strategy, size ? `${size} ${size === 1 ? "worker" : "workers"}` : "", now?.servers.length ? `${now.servers.length} ${now.servers.length === 1 ? "server" : "servers"}` : "",
-    run.host ? `on ${run.host}` : "", run.started ? `since ${date(run.started)}` : "", (run.command ?? []).join(" ")];
+    run.host ? `on ${run.host}` : "", run.started ? `since ${date(run.started)}` : "", [].concat(run.command ?? []).join(" ")];
   say($("about"), parts.filter(Boolean).join(" · "));
   showConfig($("config"), { ...run, ended: told.end ? { ...told.end, summary: undefined } : undefined });
 }
@@ -88,7 +97,7 @@ function problem() {
 
 function banner(now) {
   const slow = now.workers.filter((worker) => worker.slow && worker.state === "alive");
-  const text = store.told.live ? slow.map((worker) => `${worker.name} is slow: ${number(worker.compute_s * 1000, 3)} ms of compute per step, ${worker.slow.toFixed(1)} times the others'`).join("; ") : "";
+  const text = going() ? slow.map((worker) => `${worker.name} is slow: ${number(worker.compute_s * 1000, 3)} ms of compute per step, ${worker.slow.toFixed(1)} times the others'`).join("; ") : "";
   $("banner").classList.toggle("shown", Boolean(text));
   say($("banner"), text);
 }
@@ -96,14 +105,14 @@ function banner(now) {
 function tiles(now) {
   const values = Object.entries(now.values);
   const main = values.find(([one]) => FIRST.includes(one)) ?? values[0];
-  const epoch = now.epoch !== null && now.epoch !== undefined ? `${now.epoch}${now.epochs ? ` of ${now.epochs}` : ""}` : "";
+  const epoch = now.epoch !== null && now.epoch !== undefined ? `${now.epoch + 1}${now.epochs ? ` of ${now.epochs}` : ""}` : "";
   const over = now.state === "ended" || !store.told.live;
   const speed = over ? store.told.summary?.samples_per_s ?? now.samples_per_s : now.samples_per_s;
   const found = [
-    ["Step", whole(now.step), epoch ? `epoch ${epoch}` : now.steps_per_s && !over ? `${number(now.steps_per_s, 3)} per second` : ""],
+    ["Step", whole(now.step), epoch ? `epoch ${epoch}` : now.steps_per_s && going() && !over ? `${number(now.steps_per_s, 3)} per second` : ""],
     main ? [main[0], number(main[1]), "newest"] : null,
     ["Samples per second", short(speed || 0), `${short(now.samples)} in all`],
-    ["Time", duration(now.seconds), over ? "from start to end" : now.eta_s ? `about ${duration(now.eta_s)} to go` : "since the start"],
+    ["Time", duration(now.seconds), over ? "from start to end" : lost ? "when it was last heard of" : now.eta_s ? `about ${duration(now.eta_s)} to go` : "since the start"],
     now.bytes_per_step ? ["Sent per step", bytes(now.bytes_per_step), now.hidden !== null && now.hidden !== undefined ? `${percent(now.hidden)} of it hidden` : "by one worker"] : null,
     now.rounds !== null && now.rounds !== undefined ? ["Rounds", whole(now.rounds), ""] : null,
     ["Checkpoints", whole(now.checkpoints), now.skipped ? `${whole(now.skipped)} steps skipped` : ""],
@@ -112,7 +121,7 @@ function tiles(now) {
     say(node.children[1], tile[1]);
     say(node.children[2], tile[2]);
   });
-  $("progress").hidden = now.progress === null || now.progress === undefined || over;
+  $("progress").hidden = now.progress === null || now.progress === undefined || over || lost;
   if (!$("progress").hidden) {
     $("progress").value = now.progress;
     set($("progress"), "aria-label", `Progress: ${percent(now.progress)}`);
