@@ -16,6 +16,7 @@ class Stand:
     sync = None
     step = 0
     num_samples = 0
+    leased = False
     course = Course()
 
 

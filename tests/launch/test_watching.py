@@ -34,6 +34,14 @@ def get(url: str) -> Any:
         return json.loads(answer.read())
 
 
+def found(base: str, name: str) -> None:
+    """The page knows the run, once its memory was written."""
+    deadline = time.monotonic() + 30
+    while get(f"{base}/api/runs/{name}")["now"]["run"] != name:
+        assert time.monotonic() < deadline, "its memory was never written"
+        time.sleep(0.1)
+
+
 def page_of(process: Any) -> tuple[str, str]:
     """The address of the page and the run's name, from the line that announces them."""
     for line in process.stderr:
@@ -86,8 +94,7 @@ def test_progress_off_says_nothing_and_plain_says_lines(launcher: Launcher) -> N
 def test_the_page_of_a_live_run_and_its_end(launcher: Launcher) -> None:
     process = launcher.start("run", "-n", 2, "--dashboard", 0, "watched.py", 400, -1, 0.02)
     base, name = page_of(process)
-    first = get(f"{base}/api/runs/{name}")
-    assert first["now"]["run"] == name
+    found(base, name)
     deadline = time.monotonic() + 60
     while get(f"{base}/api/runs/{name}")["now"]["step"] < 5 and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -110,7 +117,7 @@ def test_a_page_that_is_killed_costs_the_run_nothing_and_comes_back(launcher: La
     process = launcher.start("run", "-n", 1, "--dashboard", 0, "watched.py", 600, -1, 0.02)
     base, name = page_of(process)
     for _ in range(2):
-        assert get(f"{base}/api/runs/{name}")["now"]["run"] == name
+        found(base, name)
         (page,) = [pid for pid in launcher.alive() if b"hora.page" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(page, signal.SIGKILL)
         with contextlib.suppress(OSError):
@@ -169,7 +176,7 @@ def test_a_directory_that_cannot_be_made_costs_the_record_and_not_the_page(launc
         "run", "--dashboard", 0, "--run-dir", tmp_path / "file" / "run", "watched.py", 200, -1, 0.02
     )
     base, name = page_of(process)
-    assert get(f"{base}/api/runs/{name}")["now"]["run"] == name
+    found(base, name)
     _, err = process.communicate(timeout=60)
     assert process.returncode == codes.OK, err
 

@@ -322,18 +322,21 @@ def test_large_answers_that_nobody_takes_are_bounded(
 ) -> None:
     monkeypatch.setattr(app_module, "MAX_LARGE", 3)
     monkeypatch.setattr(http_module, "TAKE_S", 60.0)
-    for _ in range(20):
-        story.go(50)
+    wide = Story(home, "wide", size=16)
+    for _ in range(150):
+        wide.go(4)
     with shown(home, send_bytes=4096) as page, contextlib.ExitStack() as open_lines:
+        assert len(json.dumps(page.get("/api/runs/wide"))) > 400_000, "more than all buffers on its way hold"
         for _ in range(3):
             line = open_lines.enter_context(socket.socket())
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             line.connect(("127.0.0.1", page.port))
-            line.sendall(b"GET /api/runs/one HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        until(lambda: page.ask("/api/runs/one")[0] == 503)
+            line.sendall(b"GET /api/runs/wide HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda: page.ask("/api/runs/wide")[0] == 503)
         assert page.get("/api/runs")["runs"]
         open_lines.close()
-        until(lambda: page.ask("/api/runs/one")[0] == 200)
+        until(lambda: page.ask("/api/runs/wide")[0] == 200)
+    wide.end()
 
 
 def test_no_torch_is_imported() -> None:
