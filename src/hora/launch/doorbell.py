@@ -11,9 +11,9 @@ import contextlib
 import subprocess
 import sys
 
+from hora.page import PORT
 from hora.serve.listening import listen_near
 
-PORT = 8320
 HOST = "127.0.0.1"
 END_S = 1.5  # for the page to show the end to those who look
 MAX_STARTS = 5  # of the page, should it fail

@@ -32,6 +32,7 @@ NAMES = (
     "HORA_SCRATCH",
 )
 
+TRACE = "trace"  # the folder of the spans within the scratch
 
 Seat = tuple[str, int]  # a role, and a number within it
 
@@ -111,7 +112,7 @@ def environment(
         env["HORA_WATCH"] = "1"
     env["HORA_PROGRESS"] = config.progress
     if config.trace is not None:
-        env["HORA_TRACE"] = os.path.join(scratch, "trace")
+        env["HORA_TRACE"] = os.path.join(scratch, TRACE)
     return env
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .config import RunConfig
 from .doorbell import Doorbell
+from .identity import TRACE
 from .output import Screen
 from .runfile import RunFile, home
 from .wake import Wake
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 PANEL_S = 0.5
 LOOK_S = 1.0
-TRACE = "trace"  # the folder within the scratch
 
 
 class Desk(Protocol):

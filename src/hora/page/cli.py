@@ -6,7 +6,7 @@ import os
 
 import click
 
-DEFAULT_PORT = 8320
+from . import PORT
 
 _HELP = """Show all runs in the browser, live and past: curves, workers, events, comparisons; Prometheus at /metrics.
 
@@ -25,9 +25,9 @@ it.
 @click.option(
     "--port",
     metavar="[HOST:]PORT",
-    default=str(DEFAULT_PORT),
+    default=str(PORT),
     help=f"Where it listens, e.g. --port 9000, --port 0.0.0.0:9000; if it is taken, the next free one. Without it: "
-    f"{DEFAULT_PORT} on 127.0.0.1.",
+    f"{PORT} on 127.0.0.1.",
 )
 @click.option(
     "--run-dir", "run_dirs", metavar="DIR", multiple=True,

@@ -7,9 +7,8 @@ import dataclasses
 import logging
 import os
 import re
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -28,6 +27,7 @@ from ..server.host import layout_of
 from ..server.memory import Memory
 from ..strategies.ps import PS
 from ..transport.passing import Passing
+from . import signals
 from .answering import Answerer
 from .app import make_app
 from .config import ServeConfig
@@ -40,13 +40,12 @@ from .source import Source
 from .sources import FromCheckpoint, FromServers, FromShowcases
 
 if TYPE_CHECKING:
-    from types import FrameType
+    pass
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 86400.0  # for rank 0, which may prepare its data before its model; a run that ends ends this too
 ANSWER_S = 2.0  # for what must be there already
-ANYWHERE = ("0.0.0.0", "::")
 
 Predict = Callable[[Any, Any], Any]
 
@@ -123,7 +122,7 @@ def _answer(
     try:
         app = make_app(answerer, name=config.name, allowed_hosts=[*names_of(config.host), *config.hosts])
         server = Server(app, config.host, config.port)
-        with _signals() as asked:
+        with signals.noted() as asked:
             url = dataclasses.replace(config, port=server.address[1]).url
             log.warning("serving %r on %s (POST /predict, Open Inference Protocol under /v2)", config.name, url)
             told(url)
@@ -131,22 +130,6 @@ def _answer(
     finally:
         answerer.close()
         source.close()
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM end the serving, not the process; those that came."""
-    asked: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _signature(words: bytes) -> Signature | None:

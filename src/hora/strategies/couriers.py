@@ -122,11 +122,6 @@ class Courier(abc.ABC):
             bucket=bucket.number, bytes=num_bytes, work_us=work_us,
         )  # fmt: skip
 
-    def _spent(self, seconds: float) -> None:
-        """The training thread's own work for it."""
-        self.traffic.comm_s += seconds
-        self.traffic.exposed_s += seconds
-
 
 class Mail(Courier):
     def __init__(
@@ -173,7 +168,7 @@ class Mail(Courier):
             with self.group.part():
                 self._deliver((bucket, views, scale))
                 self._mailbox.advance()
-            self._spent(time.perf_counter() - begin)
+            self.traffic.spend(begin)
         if spans.on:
             self._launched(bucket, begin)
 
@@ -266,7 +261,7 @@ class Calls(Courier):
         else:
             handle = self.group.reduce_scatter(flat.view(n, -1), operation, name, wait=False)
         self._under_way.append((bucket, views, handle, begin))
-        self._spent(time.perf_counter() - begin)
+        self.traffic.spend(begin)
         if spans.on:
             self._launched(bucket, begin)
         if not self._overlap:
@@ -288,7 +283,7 @@ class Calls(Courier):
                 if self.keep or segment.owner == self.group.rank:
                     at = segment.offset - base
                     view.copy_(flat[at : at + segment.stop - segment.start])
-            self._spent(time.perf_counter() - begin)
+            self.traffic.spend(begin)
         self._under_way.clear()
         self.traffic.sent_bytes += sum(self.group.transport.sent_bytes) - self._sent
         if spans.on:

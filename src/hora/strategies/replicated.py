@@ -228,8 +228,7 @@ class Replicated(Watching, Sync):
         mine = self._census()
         begin = time.perf_counter()
         census = mine.sum(self._group, f"census {self._backward.signet}")
-        self.traffic.comm_s += time.perf_counter() - begin
-        self.traffic.exposed_s += time.perf_counter() - begin
+        self.traffic.spend(begin)
         self.traffic.num_exchanges += 1
         if spans.on:
             spans.add(spans.TRAINING, "waiting", spans.since(begin), what="census")

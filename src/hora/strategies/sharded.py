@@ -213,7 +213,7 @@ class Sharded(Replicated):
             self._guard.check_mixed(stepping)
         begin = time.perf_counter()
         self.group.barrier("before the step")
-        self.traffic.wait(begin)
+        self.traffic.spend(begin)
         if spans.on:
             spans.add(spans.TRAINING, "waiting", spans.since(begin), what="before the step")
         self._swapped = []
@@ -261,7 +261,7 @@ class Sharded(Replicated):
         else:
             self._gather(indices)
             self.traffic.sent_bytes += sum(self.group.transport.sent_bytes) - sent
-        self.traffic.wait(begin)
+        self.traffic.spend(begin)
         if spans.on:
             name = "waiting" if self._shared else "exchange"
             spans.add(spans.TRAINING, name, spans.since(begin), what="after the step")

@@ -45,8 +45,8 @@ class Traffic:
     sent_bytes: int = 0  # what this worker gave to others
     num_exchanges: int = 0
 
-    def wait(self, begin: float) -> None:
-        """The training thread has waited since `begin`, as time.perf_counter counts."""
+    def spend(self, begin: float) -> None:
+        """The training thread itself has communicated, or waited for it, since `begin` of time.perf_counter."""
         seconds = time.perf_counter() - begin
         self.comm_s += seconds
         self.exposed_s += seconds

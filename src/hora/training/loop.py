@@ -493,7 +493,7 @@ class Training:
                 self._farewell.check()
                 begin = time.perf_counter()
                 order = self._leading.say(None)
-                self.sync.traffic.wait(begin)
+                self.sync.traffic.spend(begin)
                 self._broke = order["kind"] == "leave"
                 if not self._leading.follow(order):
                     break

@@ -1,8 +1,7 @@
 // Bars: a histogram on a canvas.
 
-import { color, el } from "./dom.js";
+import { color, el, prepare } from "./dom.js";
 import { short } from "./format.js";
-import { prepare } from "./workers.js";
 
 export class Bars {
   constructor(parent) {

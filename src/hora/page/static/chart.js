@@ -1,7 +1,7 @@
 // Chart: curves with their low-high bands on a canvas. Pointer and arrow keys read a point.
 
 import { label, logTicks, range, ticks, timeLabel, timeTicks } from "./axes.js";
-import { color, el, say } from "./dom.js";
+import { color, el, prepare, say } from "./dom.js";
 import { number } from "./format.js";
 import { HIGH, LOW, MEAN, X } from "./store.js";
 
@@ -47,15 +47,8 @@ export class Chart {
   #draw() {
     const { canvas } = this;
     const [width, height] = [canvas.clientWidth, canvas.clientHeight];
-    if (!width || !height) return;
-    const scale = devicePixelRatio || 1;
-    if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
-      canvas.width = Math.round(width * scale);
-      canvas.height = Math.round(height * scale);
-    }
-    const pen = canvas.getContext("2d");
-    pen.setTransform(scale, 0, 0, scale, 0, 0);
-    pen.clearRect(0, 0, width, height);
+    const pen = prepare(canvas, width, height);
+    if (!pen) return;
     pen.font = FONT;
     this.#describe();
     this.drawn = this.series.map((one) => ({ ...one, points: ordered(one.points, X[this.x].of) }));

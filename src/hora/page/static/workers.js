@@ -1,7 +1,7 @@
 // Workers: a row for each, with what its step is made of now and over time.
 
 import { label, ticks, timeLabel, timeTicks } from "./axes.js";
-import { color, el, keep, say, set } from "./dom.js";
+import { color, el, keep, prepare, say, set } from "./dom.js";
 import { bytes, moment, short } from "./format.js";
 import { MEAN, START, X } from "./store.js";
 
@@ -154,17 +154,4 @@ export class Workers {
 
 function total(worker) {
   return worker.compute_s + worker.wait_s + worker.comm_s;
-}
-
-export function prepare(canvas, width, height) {
-  if (!width || !height) return null;
-  const scale = devicePixelRatio || 1;
-  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
-    canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(height * scale);
-  }
-  const pen = canvas.getContext("2d");
-  pen.setTransform(scale, 0, 0, scale, 0, 0);
-  pen.clearRect(0, 0, width, height);
-  return pen;
 }
