@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -39,6 +39,7 @@ class Place(msgspec.Struct):
 
     passing: str  # the abstract socket's name, "" if it has none
     kernel: str  # boot and pid namespace: ranks that share it see each other's pids
+    network: str  # boot and network namespace: abstract sockets reach no further
 
 
 class World:
@@ -46,7 +47,8 @@ class World:
 
     `control` has joined already; `members` are in order of rank. `lounge` is where ranks that are threads of one
     process meet; without it a world of one has its own. With `rate_bytes_per_s` each rank sends no faster than that,
-    to all others together: its links are TCP then, also on one host.
+    to all others together: its links are TCP then, also on one host. `hosts` says of each rank on which host it is to
+    count as being, for those who try what several hosts do; without it they find out.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class World:
         deterministic: bool = False,
         under_mpirun: bool = False,
         lounge: Lounge | None = None,
+        hosts: Sequence[int] | None = None,
     ) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"unknown transport {transport!r}; there are: {', '.join(TRANSPORTS)}")
@@ -97,6 +100,7 @@ class World:
         _forget_after_fork(self)
         if self._lounge is None:
             self._meet()
+        self.hosts = tuple(hosts) if hosts is not None else self._find_hosts()
         circle = Circle(rank=rank, members=members, generation=generation, group=0, timeout_s=timeout_s)
         self.group = self._found(circle, transport)
         if self._places:
@@ -105,8 +109,7 @@ class World:
     # -- groups ------------------------------------------------------------------------------------------------------
 
     def _found(self, circle: Circle, kind: str) -> Group:
-        near = self._lounge is None and self.rate_bytes_per_s is None  # memory is no link, so it has no rate
-        if kind == "auto" and near and self._one_host(circle):
+        if kind == "auto" and self._lounge is None and len({self.hosts[m.rank] for m in circle.members}) == 1:
             try:
                 return self._gather(circle, "shm")
             except OutOfMemory as problem:
@@ -120,6 +123,7 @@ class World:
             self.control,
             algorithm=self.algorithm,
             deterministic=self.deterministic,
+            hosts=[self.hosts[member.rank] for member in circle.members],
             companion=lambda wanted: self.connect(circle, wanted),
             found=lambda ranks, wanted: self._subgroup(group, ranks, wanted),
             closed=lambda: self._groups.remove(group) if group in self._groups else None,
@@ -189,27 +193,34 @@ class World:
 
         return self.control.get(key, self.timeout_s, look)
 
-    def _one_host(self, circle: Circle) -> bool:
-        """Whether rank 0 of the circle can pass a descriptor to every other rank: all say what they found."""
-        leader = self._places[circle.members[0].rank].passing
-        word = ""
-        if not leader or self._passing is None:
-            word = "apart"
-        elif circle.rank:
+    def _find_hosts(self) -> tuple[int, ...]:
+        """For each rank the first of those that can pass it a descriptor: all say what they found. Collective."""
+        if self._lounge is not None:
+            return (0,) * self.size
+        if self.rate_bytes_per_s is not None:  # memory is no link, so it has no rate
+            return tuple(range(self.size))
+        firsts: dict[str, int] = {}
+        for rank, place in enumerate(self._places):
+            firsts.setdefault(place.network if place.passing else f"rank {rank}", rank)
+        mine = self._places[self.rank]
+        first = firsts[mine.network if mine.passing else f"rank {self.rank}"]
+        if first != self.rank:
             try:
-                self._passing.reach(leader).close()
+                assert self._passing is not None
+                self._passing.reach(self._places[first].passing).close()
             except (OSError, HoraError):
-                word = "apart"
-        together = not any(self._agree(circle, f"{circle.name}/host", word))
-        if not together and not futex.AVAILABLE and circle.rank == 0:
+                first = self.rank
+        whole = Circle(rank=self.rank, members=self.members, generation=self.generation, group=0)
+        hosts = tuple(int(word) for word in self._agree(whole, f"g{self.generation}/host", str(first)))
+        if not futex.AVAILABLE and self.rank == 0 and self.size > 1:
             log.warning("shared memory is for Linux on x86-64; here the ranks talk over TCP")
-        return together
+        return hosts
 
     def _meet(self) -> None:
         if futex.AVAILABLE:
             with contextlib.suppress(OSError):
                 self._passing = Passing(self.token, self.timeout_s)
-        mine = Place(self._passing.address if self._passing else "", _kernel())
+        mine = Place(self._passing.address if self._passing else "", _kernel("pid"), _kernel("net"))
         key = f"g{self.generation}/place"
         self.control.put(f"{key}/{self.rank}", msgspec.msgpack.encode(mine))
         self._places = [
@@ -310,12 +321,13 @@ class World:
             self._passing.close()
 
 
-def _kernel() -> str:
+def _kernel(namespace: str) -> str:
+    """This boot of this machine, and which of its namespaces of that kind this process lives in."""
     if sys.platform != "linux":
         return ""
     with contextlib.suppress(OSError):
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot} {os.readlink(f'/proc/self/ns/{namespace}')}"
     return ""
 
 

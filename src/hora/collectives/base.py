@@ -48,7 +48,7 @@ class Group:
     """Ranks 0 to size − 1 over one transport. Made by the world or by `new_group`, by all its ranks together: where
     they share memory the staging slots are taken here, and OutOfMemory is raised on all of them if that is refused.
 
-    `algorithm` is what "auto" stands for in `all_reduce`; `companion(kind)` makes a second transport over the same
+    `algorithm` is what "auto" stands for in `all_reduce`; `hosts` says which ranks share a host; `companion(kind)` makes a second transport over the same
     ranks (the engine's) when a call needs it; `found(ranks, transport)` makes a new group out of some of them.
     """
 
@@ -59,6 +59,7 @@ class Group:
         *,
         algorithm: str = "auto",
         deterministic: bool = False,
+        hosts: Sequence[int] | None = None,
         companion: Callable[[str], Transport] | None = None,
         found: Callable[[list[int], str], Group | None] | None = None,
         closed: Callable[[], None] | None = None,
@@ -70,6 +71,7 @@ class Group:
         self.others = [peer for peer in range(self.size) if peer != self.rank]
         self.algorithm = algorithm
         self.deterministic = deterministic
+        self.hosts = tuple(hosts) if hosts is not None else (0,) * self.size  # of each rank, the same number: one host
         self.auto_table: auto.Table | None = None
         self.own_gpus: bool | None = None  # whether each rank has a GPU of its own, once it was asked
         self._control = control
