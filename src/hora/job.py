@@ -7,7 +7,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import socket
 import sys
 import threading
 import time
@@ -82,7 +81,7 @@ class Job:
             control=meeting.control,
             rank=identity.rank,
             token=meeting.token,
-            bind=identity.bind,
+            bind=meeting.bind,
             leased=strategy.leased,
             last=self.training.last_epoch,
             idle=self.training.idle,
@@ -98,17 +97,33 @@ class Job:
         self._world = world
         self._failed = False
         self._closed = False
-        self._member = Member(identity.role, identity.rank, socket.gethostname(), os.getpid())
+        self._member = Member(identity.role, identity.rank, identity.host, os.getpid())
         self._joined = identity.joined
         self._apart = False  # the workers of the launch are no longer all there
         self._serving = identity.serve
         self._publisher: Publisher | None = None
         self._asked = False  # a predictor has come to `prepare`
+        self._ended: set[int] = set()  # workers
+        self._lost = ""  # why a server cannot go on: the coordinator's process is gone
         meeting.control.listen(self._hear)
 
     def _hear(self, event: Event) -> None:
         if event.kind == "stop" and self._stop_reason is None:
             self._stop_reason = event.text
+        if event.kind in ("left", "died") and event.member is not None and event.member.role == "worker":
+            self._ended.add(event.member.rank)
+
+    def _lose_coordinator(self, reason: str) -> None:
+        """The line to rank 0, who hosts the coordinator, broke."""
+        if self.role == "worker":
+            self._world.lose(0, f"the line to it broke: {reason}")
+            return
+        left = set(range(self.size)) - self._ended
+        if left:  # a server would not hear of their ends any more
+            self._lost = f"{self._member}: lost {self._meeting.control.hosted_by}: the line to it broke: {reason}"
+            for rank in left:
+                gone = Member("worker", rank, "?", 0)
+                self._meeting.control.hear(Event(kind="died", generation=0, member=gone, text=reason))
 
     def __repr__(self) -> str:
         return f"<hora.Job {self.role} {self.rank} of {self.size}, strategy {self.strategy.spell()}>"
@@ -225,6 +240,8 @@ class Job:
             time.sleep(LINGER_S)  # until the launcher, which has heard it, ends this one too
             self._failed = True
             _exit(ECHO_EXIT)
+        if self._lost:
+            raise PeerLost(self._lost, (0,), echo=True)
         raise SystemExit(0)
 
     def shard(
@@ -420,13 +437,16 @@ def init(
     chosen = _choose(strategy, identity)
     if chosen.uses_servers and identity.rate_bytes_per_s is not None:
         raise ValueError("HORA_RATE_BYTES_PER_S holds for what workers send to each other; servers would not heed it")
+    if identity.servers and not chosen.uses_servers:
+        able = ", ".join(name for name, kind in sorted(strategies.KNOWN.items()) if kind.may_use_servers)
+        raise ValueError(f"HORA_SERVERS={identity.servers}: strategy {chosen.name!r} uses none; with servers: {able}")
     limit = identity.timeout_s or timeout_s or TIMEOUT_S
     if identity.trace and identity.role != "predictor":
         spans.open(identity.trace, identity.role, identity.rank)
     meeting = meet(identity)
     role = "worker" if identity.launcher == "alone" else identity.role  # alone, nobody else would form the run
-    member = Member(role, identity.rank, socket.gethostname(), os.getpid())
-    reply = meeting.control.join(member, f"torch {torch.__version__}", limit, identity.size, identity.servers or 0)
+    member = Member(role, identity.rank, identity.host, os.getpid())
+    reply = meeting.control.join(member, _versions(), limit, identity.size, identity.servers or 0)
     if identity.role != "worker" or identity.joined:  # it takes no part in the workers' collectives
         world = _own_world(member, limit)
     else:
@@ -436,7 +456,7 @@ def init(
             identity.rank,
             reply.generation,
             meeting.token,
-            bind=identity.bind,
+            bind=meeting.bind,
             rate_bytes_per_s=identity.rate_bytes_per_s,
             timeout_s=limit,
             transport=transport,
@@ -459,7 +479,8 @@ def init(
     if meeting.service is not None:
         os.register_at_fork(after_in_child=meeting.service.forget)
     if isinstance(meeting.control, Client) and identity.launcher != "hora":
-        meeting.control.on_lost = lambda reason: world.lose(0, f"the line to it broke: {reason}")
+        meeting.control.hosted_by = reply.members[0]
+        meeting.control.on_lost = job._lose_coordinator
     if identity.role == "predictor" and identity.launcher == "alone":
         atexit.register(_complain_of_nothing, job)  # after `close`
     atexit.register(job.close)
@@ -499,12 +520,20 @@ def _access(identity: Identity, meeting: Meeting, member: Member, timeout_s: flo
         num_servers=identity.servers or identity.size,
         colocated=identity.servers is None,
         joined=identity.joined,
-        bind=identity.bind,
+        bind=meeting.bind,
         timeout_s=timeout_s,
         shared=transport in ("auto", "shm"),
         history=identity.history,
         watched=identity.watched,
     )
+
+
+def _versions() -> str:
+    """What must be alike on all hosts."""
+    from . import __version__
+
+    torch_version = torch.__version__.partition("+")[0]  # builds for other devices speak the same
+    return f"hora {__version__}, python {sys.version_info.major}.{sys.version_info.minor}, torch {torch_version}"
 
 
 def _complain_of_nothing(job: Job) -> None:

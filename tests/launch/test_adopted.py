@@ -2,83 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pathlib
 import re
-import secrets
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
+from started import SALLOC, Started
 
-from conftest import SCRIPTS, SRC
+from conftest import Launcher
+from hora.launch import codes
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 MPIRUN = ["mpirun", "--oversubscribe", "-n", "2", sys.executable]
 needs_mpirun = pytest.mark.skipif(
     shutil.which("mpirun") is None, reason="mpirun is not installed here (Debian: apt install openmpi-bin)"
 )
-SALLOC = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_NODELIST": "n[1-4]"}
-
-
-class Started:
-    """Processes of one launch, in a session of their own that is ended with the test."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        self._processes: list[subprocess.Popen[str]] = []
-        self._folder = folder  # what a killed process leaves behind under another launcher stays in here
-
-    def start(self, command: list[str], *arguments: object, **env: str) -> subprocess.Popen[str]:
-        drop = re.compile(r"HORA_|OMPI_COMM_|PMIX_|SLURM_|RANK$|WORLD_SIZE$|MASTER_")
-        process = subprocess.Popen(
-            [*command, *map(str, arguments)],
-            cwd=SCRIPTS,
-            env={key: value for key, value in os.environ.items() if not drop.match(key)}
-            | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-            | {"PYTHONPATH": os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])}
-            | {"TMPDIR": str(self._folder)}
-            | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self._processes.append(process)
-        return process
-
-    def run(self, command: list[str], *arguments: object, **env: str) -> tuple[int, str]:
-        process = self.start(command, *arguments, **env)
-        out, _ = process.communicate(timeout=40)
-        return process.returncode, out
-
-    def step(self, *arguments: object, size: int = 2) -> list[tuple[int, str]]:
-        """As srun would start the script, `size` times on one host."""
-        step = SALLOC | {"SLURM_JOB_ID": secrets.token_hex(4), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1"}
-        step |= {"SLURM_STEP_NUM_TASKS": str(size), "SLURM_STEP_NODELIST": "n1"}
-        tasks = [
-            self.start([sys.executable], *arguments, **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
-            for rank in range(size)
-        ]
-        return [(task.wait(40), _said_by(task)) for task in tasks]
-
-    def end(self) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-
-
-def _said_by(task: subprocess.Popen[str]) -> str:
-    """What it wrote itself: the pipe may still be held by workers that outlived it."""
-    assert task.stdout is not None
-    os.set_blocking(task.stdout.fileno(), False)
-    return (os.read(task.stdout.fileno(), 1 << 16) or b"").decode()
 
 
 @pytest.fixture
@@ -184,3 +126,103 @@ def test_mpi_names_both_sides_of_a_mismatch(mpi: str) -> None:
 @needs_mpirun
 def test_mpi_reduces_nothing(mpi: str) -> None:
     assert mpi.count("nothing: reduced") == 2
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def parameters(folder: pathlib.Path) -> list[torch.Tensor]:
+    """Those of every worker that wrote its own, by rank."""
+    files = sorted(folder.glob("worker-*"))
+    return [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.float64) for file in files]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """What plain python makes of the digits."""
+    folder = tmp_path_factory.mktemp("one")
+    started = Started(tmp_path_factory.mktemp("tmp"))
+    try:
+        code, out = started.run([sys.executable], "digits_alike.py", folder)
+        assert code == 0, out
+    finally:
+        started.end()
+    (found,) = parameters(folder)
+    return found
+
+
+LAUNCHERS = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"],
+    "mpirun": ["mpirun", "--oversubscribe", "-n", "3", sys.executable],
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "servers", "workers"),
+    [("ring", "", 3), ("ps", "1", 2), ("ps", "2", 1), ("ps", "colocated", 3), ("ps", "", 3)],
+)
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
+def test_digits_are_learnt_as_by_one_process(
+    started: Started,
+    one_process: torch.Tensor,
+    tmp_path: pathlib.Path,
+    launcher: str,
+    strategy: str,
+    servers: str,
+    workers: int,
+) -> None:
+    chosen = {"HORA_STRATEGY": strategy} | ({"HORA_SERVERS": servers} if servers else {})
+    code, out = started.run(LAUNCHERS[launcher], "digits_alike.py", tmp_path, **chosen)
+    assert code == 0, out
+    wanted = [f"trained: rank {rank} of {workers} under {launcher} by {strategy}" for rank in range(workers)]
+    assert sorted(re.findall(r"trained: .*", out)) == wanted
+    found = parameters(tmp_path)
+    assert len(found) == workers
+    for each in found:
+        assert each.equal(found[0])
+        torch.testing.assert_close(each, one_process, rtol=1e-9, atol=1e-12)
+    number = {"": 0, "colocated": 3}.get(servers, servers) if strategy == "ps" and servers else 3 * (strategy == "ps")
+    assert len(re.findall(r"server \d .*updates", out)) == int(number), "each server says what it has done"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("other", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
+def test_local_sgd_is_the_same_as_by_hora_run(
+    started: Started, launcher: Launcher, inductor_cache: None, tmp_path: pathlib.Path, other: str
+) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    theirs.mkdir()
+    done = launcher.run("run", "-n", 3, "--strategy", "local:every=4", "digits_alike.py", ours)
+    assert done.returncode == 0, done.stderr
+    code, out = started.run(LAUNCHERS[other], "digits_alike.py", theirs, HORA_STRATEGY="local:every=4")
+    assert code == 0, out
+    assert len(parameters(theirs)) == 3
+    for mine, its in zip(parameters(ours), parameters(theirs), strict=True):
+        torch.testing.assert_close(its, mine, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"HORA_SERVERS": "2", "HORA_STRATEGY": "ps"}, "HORA_SERVERS=2 of 2 ranks leaves no worker"),
+        ({"HORA_SERVERS": "1", "HORA_STRATEGY": "ring"}, "strategy 'ring' uses none; with servers: local, ps"),
+    ],
+)
+def test_servers_that_cannot_be_are_refused_in_one_sentence(started: Started, env: dict[str, str], words: str) -> None:
+    done = started.step("digits_alike.py", ".", **env)
+    for code, out in done:
+        assert code == 1 and out.count(words) == 1, out
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_server_ends_when_the_rank_that_hosts_the_coordinator_is_killed(started: Started, mode: str) -> None:
+    """As srun would have it, without --kill-on-bad-exit: nobody ends the others for us."""
+    done = started.step(
+        "ps_train.py", "--fault", "kill-before", "--rank", "0", "--pause", "0.05", size=3,
+        HORA_SERVERS="1", HORA_STRATEGY=f"ps:mode={mode}",
+    )  # fmt: skip
+    assert done[0][0] == -signal.SIGKILL
+    for code, out in done[1:]:
+        assert code == codes.ECHO_EXIT, out
+        assert "stopped: " in out and "lost rank 0 (host" in out, out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from hora.errors import HoraError
 from hora.launch import environment
 from hora.launch.environment import Identity, read
-from hora.launch.meeting import first_host, read_token_file
+from hora.launch.meeting import first_host, meet, read_token_file
 from hora.serve.config import ServeConfig
 
 HORA = {"HORA_RANK": "1", "HORA_SIZE": "2", "HORA_CONTROL": "127.0.0.1:5", "HORA_TOKEN_FD": "7", "HORA_RUN": "r"}
@@ -134,11 +135,62 @@ def test_a_rank_outside_the_world_is_refused(rank: str) -> None:
 )
 def test_a_users_settings_count_beside_every_launcher(env: dict[str, str]) -> None:
     plain = read(env)
-    assert (plain.strategy, plain.timeout_s, plain.bind, plain.token_file) == (None, None, "127.0.0.1", "")
+    assert (plain.strategy, plain.timeout_s, plain.bind, plain.token_file) == (None, None, "", "")
     settings = {"HORA_STRATEGY": "ring", "HORA_TIMEOUT_S": "2.5", "HORA_BIND": "10.0.0.1", "HORA_TOKEN_FILE": "t"}
     found = read(env | settings)
     assert (found.strategy, found.timeout_s, found.bind, found.token_file) == ("ring", 2.5, "10.0.0.1", "t")
     assert (found.launcher, found.rank, found.size) == (plain.launcher, plain.rank, plain.size)
+
+
+@pytest.mark.parametrize("env", [TORCHRUN, MPIRUN, STEP], ids=["torchrun", "mpirun", "slurm"])
+def test_the_last_ranks_are_the_servers(env: dict[str, str]) -> None:
+    rank = next(name for name in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID") if name in env)
+    total = read(env).num_processes
+    seats = [read(env | {rank: str(number), "HORA_SERVERS": "2"}) for number in range(total)]
+    workers = [("worker", number) for number in range(total - 2)]
+    assert [(seat.role, seat.rank) for seat in seats] == [*workers, ("server", 0), ("server", 1)]
+    assert {(seat.size, seat.servers, seat.num_processes) for seat in seats} == {(total - 2, 2, total)}
+    assert {(seat.local_rank, seat.local_size) for seat in seats} == {(read(env).local_rank, read(env).local_size)}
+    assert [seat.hosts_coordinator for seat in seats] == [True] + [False] * (total - 1)
+
+
+def test_servers_among_the_ranks_do_not_change_on_how_many_hosts_they_are() -> None:
+    here = STEP | {"SLURM_STEP_NUM_NODES": "1", "HORA_SERVERS": "3"}
+    assert read(here).one_host and not read(STEP | {"HORA_SERVERS": "3"}).one_host
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("4", "HORA_SERVERS=4 of 4 ranks leaves no worker: let torchrun start more, or use HORA_SERVERS=colocated"),
+        ("9", "HORA_SERVERS=9 of 4 ranks leaves no worker"),
+        ("0", "HORA_SERVERS takes a number of servers, 1 or more, or colocated, not '0'"),
+        ("two", "HORA_SERVERS takes a number of servers, 1 or more, or colocated, not 'two'"),
+    ],
+)
+def test_servers_that_leave_no_worker_or_are_no_number_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read(TORCHRUN | {"HORA_SERVERS": text})
+
+
+def test_colocated_servers_take_no_rank() -> None:
+    found = read(TORCHRUN | {"HORA_SERVERS": "colocated"})
+    assert (found.role, found.rank, found.size, found.servers, found.colocated) == ("worker", 2, 4, None, True)
+
+
+def test_a_host_is_called_as_the_user_calls_it() -> None:
+    assert read({}).host == socket.gethostname()
+    assert read(HORA | {"HORA_HOST": "b"}).host == "b"
+
+
+def test_an_interface_may_be_named() -> None:
+    assert read({}).interface == ""
+    assert read(TORCHRUN | {"HORA_INTERFACE": "eth1"}).interface == "eth1"
+
+
+def test_all_addresses_at_once_are_none_by_which_another_host_could_reach_us() -> None:
+    with pytest.raises(ValueError, match=r"HORA_BIND=0\.0\.0\.0 is no address .* HORA_INTERFACE"):
+        meet(read(TORCHRUN | {"HORA_BIND": "0.0.0.0"}))
 
 
 def test_a_taken_rank_is_known_by_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:

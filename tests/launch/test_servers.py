@@ -178,15 +178,12 @@ def test_a_wrong_number_of_servers_in_the_environment_is_named(text: str) -> Non
         read(HORA | {"HORA_SERVERS": text})
 
 
-def test_beside_other_launchers_servers_can_only_be_colocated() -> None:
-    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    mpirun = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    for env, where in ((torchrun, "under torchrun"), (mpirun, "under mpirun"), ({}, "without hora run")):
-        found = read(env | {"HORA_SERVERS": "colocated"})
-        assert (found.servers, found.colocated) == (None, True)
-        assert not read(env).colocated
-        with pytest.raises(ValueError, match=f"HORA_SERVERS=2: {where} use HORA_SERVERS=colocated"):
-            read(env | {"HORA_SERVERS": "2"})
+def test_a_script_alone_can_only_have_a_colocated_server() -> None:
+    found = read({"HORA_SERVERS": "colocated"})
+    assert (found.servers, found.colocated) == (None, True)
+    assert not read({}).colocated
+    with pytest.raises(ValueError, match="HORA_SERVERS=2: without a launcher use HORA_SERVERS=colocated"):
+        read({"HORA_SERVERS": "2"})
 
 
 # -- who is lost -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from .. import handshake
 from ..errors import HoraError, Unauthorized
+from . import lifeline
 from .control import Control
 from .messages import AnyRequest, Frames, decode_answer, frame
 
@@ -64,6 +65,7 @@ class Client(Control):
         self.address = address
         self.on_lost = on_lost
         self._sock = dial(address, token, PURPOSE, timeout_s)
+        lifeline.attach(self._sock)
         self._writing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._read, name="hora-control", daemon=True)
@@ -75,7 +77,7 @@ class Client(Control):
             with self._writing:
                 self._sock.sendall(data)
         except OSError as problem:
-            raise HoraError(f"the line to the coordinator is broken: {problem}") from None
+            raise self._lost(lifeline.silence(problem) or str(problem)) from None
 
     def _read(self) -> None:
         frames = Frames()
@@ -85,7 +87,7 @@ class Client(Control):
                 for body in frames.feed(data):
                     self._receive(decode_answer(body))
         except (OSError, ValueError) as problem:
-            reason = str(problem)
+            reason = lifeline.silence(problem) or str(problem)
         self._break(reason)
         if not self._closed and self.on_lost:
             self.on_lost(reason)

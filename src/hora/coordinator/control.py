@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import HoraError, Timeout
+from ..errors import HoraError, PeerLost, Timeout
 from .messages import (
     AnyRequest,
     BeginBlock,
@@ -49,10 +49,12 @@ class Control(abc.ABC):
     """Every verb is thread-safe. Those that wait have a deadline; `tell`, `fail` and `stop` do not wait.
 
     Handlers given to `listen` are called on the line's own thread, in the order of events: they must not block and must
-    not ask the coordinator for anything that waits.
+    not ask the coordinator for anything that waits. `hosted_by` is the member in whose process the coordinator lives,
+    if any: a broken line is then its loss.
     """
 
     def __init__(self) -> None:
+        self.hosted_by: Member | None = None
         self._handlers: list[Handler] = []
         self._early: collections.deque[Event] = collections.deque(maxlen=MAX_EARLY)
         self._hearing = threading.Lock()
@@ -165,6 +167,15 @@ class Control(abc.ABC):
             for event in early:  # what comes meanwhile queues up behind
                 self._hand(event, [handler])
 
+    def check(self) -> None:
+        """PeerLost if the coordinator is gone with the process that hosted it."""
+        if self._broken is not None and self.hosted_by is not None:
+            raise self._lost(self._broken)
+
+    def hear(self, event: Event) -> None:
+        """As if the coordinator had told it: for what is known without it."""
+        self._receive(event)
+
     @abc.abstractmethod
     def close(self) -> None: ...
 
@@ -203,7 +214,7 @@ class Control(abc.ABC):
                 if reply is not None:
                     break
                 if self._broken:
-                    raise HoraError(f"the line to the coordinator broke: {self._broken}")
+                    raise self._lost(self._broken)
                 words = f"{who} has waited {waited:.0f} s for {what if isinstance(what, str) else what()}"
                 if waited >= timeout_s:
                     raise Timeout(words)
@@ -215,6 +226,14 @@ class Control(abc.ABC):
         if reply.error:
             raise HoraError(reply.error)
         return reply
+
+    def _lost(self, reason: str) -> HoraError:
+        """The line is broken."""
+        host = self.hosted_by
+        if host is None:
+            return HoraError(f"the line to the coordinator broke: {reason}")
+        words = f"lost {host}, in whose process the coordinator was: {self._broken or reason}"
+        return PeerLost(words, (host.rank,), echo=True)
 
     def _receive(self, answer: Reply | Event) -> None:
         if isinstance(answer, Reply):

@@ -16,6 +16,7 @@ import time
 import msgspec
 
 from ..handshake import Listener
+from . import lifeline
 from .book import describe
 from .client import PURPOSE
 from .messages import Frames, decode_request, frame
@@ -57,12 +58,21 @@ class Service:
         self._wake_read.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._listener: Listener | None = None
+        self._further: list[Listener] = []
         self._thread = threading.Thread(target=self._loop, name="hora-coordinator", daemon=True)
         self._closed = False
 
     def start(self) -> None:
         self._listener = Listener(self._listening, self._token, PURPOSE, self._welcome)
         self._thread.start()
+
+    def listen(self, bind: str) -> int:
+        """Listens at another address too, for members that come by another road; the port there."""
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        sock = socket.create_server((bind, 0), family=family, backlog=256)
+        self._further.append(Listener(sock, self._token, PURPOSE, self._welcome))
+        port: int = sock.getsockname()[1]
+        return port
 
     def report_death(self, rank: int, reason: str, role: str = "worker") -> None:
         """The launcher saw this process end badly."""
@@ -106,6 +116,8 @@ class Service:
         self._closed = True
         if self._listener:
             self._listener.forget()
+        for listener in self._further:
+            listener.forget()
         for connection in self._connections.values():
             connection.sock.close()
 
@@ -117,6 +129,8 @@ class Service:
             self._listener.close()
         else:
             self._listening.close()
+        for listener in self._further:
+            listener.close()
         self._wake()
         if self._thread.is_alive():
             self._thread.join(2.0)
@@ -134,6 +148,7 @@ class Service:
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            lifeline.attach(sock)
         with self._order:
             if self._closed:
                 sock.close()
@@ -171,8 +186,9 @@ class Service:
             data = connection.sock.recv(1 << 16)
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
+        except OSError as problem:
+            self._drop(connection, str(problem), lifeline.silence(problem))
+            return
         if not data:
             self._drop(connection, "closed")
             return
@@ -207,10 +223,11 @@ class Service:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.backlog else 0)
         self._selector.modify(connection.sock, events, connection)
 
-    def _drop(self, connection: _Connection, why: str) -> None:
+    def _drop(self, connection: _Connection, why: str, told: str = "") -> None:
+        """`told`: as much of it as the other members are to know."""
         if self._connections.pop(connection.number, None) is None:
             return  # what it was sent, or another thread, has ended it already
         log.debug("control connection %d: %s", connection.number, why)
         self._selector.unregister(connection.sock)
         connection.sock.close()
-        self._deliver(self.coordinator.disconnected(connection.number, time.monotonic()))
+        self._deliver(self.coordinator.disconnected(connection.number, time.monotonic(), told))

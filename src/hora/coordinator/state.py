@@ -53,12 +53,15 @@ Key = tuple[str, int]
 
 @dataclasses.dataclass
 class _Seat:
-    """One member's place: `connection` is None once it is gone, `lost_at` when its connection broke without a word."""
+    """One member's place: `connection` is None once it is gone, `lost_at` when its connection broke without a word, and
+    `why` how it ended, as far as that is known. `versions`: what it runs on, by name."""
 
     member: Member
     connection: int | None
     state: str = "alive"  # alive, left, died
     lost_at: float | None = None
+    why: str = ""
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -159,8 +162,9 @@ class Coordinator:
         assert isinstance(request, Stop)
         return self._stop(key, request.reason) + self._answer(connection, request)
 
-    def disconnected(self, connection: int, now: float) -> Out:
-        """A connection broke. Its member is dead unless it had left; the cause may still come from elsewhere."""
+    def disconnected(self, connection: int, now: float, why: str = "") -> Out:
+        """A connection broke, and `why`, unless it was just closed. Its member is dead unless it had left; a better
+        cause may still come from elsewhere."""
         self._visitors.discard(connection)
         self._joining = [(c, i) for c, i in self._joining if c != connection]
         self._reserving = [(c, request) for c, request in self._reserving if c != connection]
@@ -173,6 +177,7 @@ class Coordinator:
             seat = self._seats[key]
             seat.connection = None
             seat.lost_at = now
+            seat.why = why
         return []
 
     def died(self, role: str, rank: int, reason: str) -> Out:
@@ -194,7 +199,7 @@ class Coordinator:
         out: Out = []
         for key, seat in list(self._seats.items()):
             if seat.state == "alive" and seat.lost_at is not None and now - seat.lost_at > DISCONNECT_GRACE_S:
-                out += self._depart(key, "died", "its connection broke")
+                out += self._depart(key, "died", f"its connection broke{f': {seat.why}' if seat.why else ''}")
         for name, loan in list(self._loans.items()):
             if now >= loan.until:
                 del self._loans[name]
@@ -209,6 +214,10 @@ class Coordinator:
         problem = self._objection(connection, request)
         if problem:
             return [(connection, Reply(id=request.id, error=problem))]
+        versions = _versions(request.versions)
+        problem = self._difference(member, versions)
+        if problem:
+            return self._refuse(connection, request, problem)
         if member.role == VISITOR:
             self._visitors.add(connection)
             return [(connection, Reply(id=request.id, members=tuple(self.alive), generation=self.generation))]
@@ -216,7 +225,7 @@ class Coordinator:
         again = key in self._seats
         if again:  # a process that was given up is fenced: what it still sends is not this member's
             self._by_connection = {c: k for c, k in self._by_connection.items() if k != key}
-        self._seats[key] = _Seat(member, connection)
+        self._seats[key] = _Seat(member, connection, versions=versions)
         self._by_connection[connection] = key
         if self.generation and member.role not in COUNTED:
             return [(connection, Reply(id=request.id, members=tuple(self.alive), generation=self.generation))]
@@ -255,10 +264,33 @@ class Coordinator:
             return f"{member}: {seat.member} has that place already"
         if seat and member.role == "worker" and member.rank >= self.size:
             return f"{member}: {seat.member} had that place; one who joins takes a new number"
-        gone = [str(s.member) for s in self._seats.values() if s.state != "alive" and s.member.role in COUNTED]
+        gone = [s for s in self._seats.values() if s.state != "alive" and s.member.role in COUNTED]
         if gone and not self.generation:
-            return f"{member}: the run cannot form, {gone[0]} has ended before it joined"
+            why = f": {gone[0].why}" if gone[0].why else ""
+            return f"{member}: the run cannot form, {gone[0].member} has ended before it joined{why}"
         return ""
+
+    def _difference(self, member: Member, versions: dict[str, str]) -> str:
+        """How this member's versions differ from those of the first one that said any."""
+        for seat in sorted(self._seats.values(), key=lambda s: (s.member.role != "worker", s.member.rank)):
+            if not seat.versions or seat.state != "alive":
+                continue
+            unlike = [name for name in versions if versions[name] != seat.versions.get(name, versions[name])]
+            if unlike:
+                mine = ", ".join(f"{name} {versions[name]}" for name in unlike)
+                theirs = ", ".join(f"{name} {seat.versions[name]}" for name in unlike)
+                return f"{member} has {mine}, {seat.member} {theirs}: install the same on every host"
+            return ""
+        return ""
+
+    def _refuse(self, connection: int, request: Join, problem: str) -> Out:
+        """This member cannot take part, and before the run has formed nobody else can without it."""
+        out: Out = [(connection, Reply(id=request.id, error=problem))]
+        if not self.generation and request.member.role in COUNTED:
+            key = (request.member.role, request.member.rank)
+            self._seats[key] = _Seat(request.member, None)
+            out += self._depart(key, "died", problem)
+        return out
 
     def _guide(self, connection: int, request: AnyRequest) -> Out:
         """What a visitor may ask: who is there, what is known, and places for workers that it will start."""
@@ -302,7 +334,7 @@ class Coordinator:
             return []
         was_there = seat.state == "alive"
         seat.state = state
-        reason = reason[:MAX_VALUE_BYTES]
+        seat.why = reason = reason[:MAX_VALUE_BYTES]
         self._loans = {name: loan for name, loan in self._loans.items() if loan.holder != key}
         if key[0] == "worker":
             self.book.gone(key[1])
@@ -393,6 +425,12 @@ class Coordinator:
             for seat in self._seats.values()
             if seat.connection is not None and seat.connection != but
         ]
+
+
+def _versions(text: str) -> dict[str, str]:
+    """`torch 2.13.0, python 3.11` by name."""
+    pairs = [words.split() for words in text[:MAX_NAME_CHARS].split(",")]
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
 
 def _name(request: Put | Get | Lease | Release | Tell) -> str:

@@ -1,121 +1,51 @@
-"""Child: one rank or server as the launcher holds it, its process, its group and its two pipes."""
+"""Child: one rank, server or predictor as the launcher holds it, on this machine or on another."""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import abc
 import signal
-import subprocess
+import socket
 
 from .codes import ECHO_EXIT
 from .output import Stream, seat_name
+from .process import Process
 from .tracebacks import exception_of, last_traceback
 
-_READ_BYTES = 1 << 16
-_PIPE_BYTES_MAX = 1 << 20
 
+class Child(abc.ABC):
+    """`err` is its stderr as it is shown; `host` where it runs. Nothing here blocks."""
 
-class Child:
-    """A started rank, leader of a session and a process group of its own. Nothing here blocks.
+    role: str
+    rank: int
+    host: str
+    err: Stream
+    returncode: int | None
 
-    The leader is not reaped before what is left of its group has been killed: until then its number cannot be
-    given to anyone else, so no signal can hit a stranger.
-    """
-
-    def __init__(
-        self,
-        *,
-        role: str = "worker",
-        rank: int,
-        argv: list[str],
-        env: dict[str, str],
-        token_fd: int,
-        out: Stream,
-        err: Stream,
-    ) -> None:
-        self.role = role
-        self.rank = rank
-        self.err = err
-        self.returncode: int | None = None
-        self._process = subprocess.Popen(
-            argv,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            pass_fds=(token_fd,),
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None and self._process.stderr is not None
-        self.pipes: dict[int, Stream] = {self._process.stdout.fileno(): out, self._process.stderr.fileno(): err}
-        for fd in self.pipes:
-            os.set_blocking(fd, False)
-        self.pidfd: int | None = None
-        if hasattr(os, "pidfd_open"):
-            self.pidfd = os.pidfd_open(self.pid)
+    @property
+    @abc.abstractmethod
+    def pid(self) -> int: ...
 
     @property
     def name(self) -> str:
         return seat_name(self.role, self.rank)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    @abc.abstractmethod
+    def running(self) -> bool: ...
 
-    @property
-    def running(self) -> bool:
-        return self.returncode is None
-
+    @abc.abstractmethod
     def has_ended(self) -> bool:
-        """Whether the rank's own process has ended; it stays unreaped."""
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return self.returncode is None and os.waitid(os.P_PID, self.pid, flags) is not None
+        """Whether it has ended, and was not reaped yet."""
 
+    @abc.abstractmethod
     def reap(self) -> None:
-        """After `has_ended`: kills what the rank left in its group, then takes its exit code."""
-        self.signal_group(signal.SIGKILL)
-        self.returncode = self._process.wait()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        """After `has_ended`: takes its exit code."""
 
-    def signal_main(self, number: int) -> None:
-        if self.running:
-            os.kill(self.pid, number)
+    @abc.abstractmethod
+    def signal_main(self, number: int) -> None: ...
 
-    def signal_group(self, number: int) -> None:
-        if self.running:
-            with contextlib.suppress(
-                ProcessLookupError, PermissionError
-            ):  # PermissionError is what some kernels say when only the zombie of the leader is left
-                os.killpg(self.pid, number)
-
-    def read(self, fd: int, now: float) -> bool | None:
-        """Feeds what one read finds in the pipe to its stream: True for something, None for nothing, False at its end.
-
-        One read and no more: a rank that writes without end must not keep the launcher from its other duties.
-        """
-        try:
-            data = os.read(fd, _READ_BYTES)
-        except BlockingIOError:
-            return None
-        if data:
-            self.pipes[fd].feed(data, now)
-        return bool(data)
-
-    def read_rest(self, now: float) -> None:
-        """Feeds everything that an ended rank left in its pipes, at most what pipes can hold."""
-        for fd in self.pipes:
-            for _ in range(_PIPE_BYTES_MAX // _READ_BYTES):
-                if not self.read(fd, now):
-                    break
-
-    def close_pipe(self, fd: int) -> None:
-        self.pipes.pop(fd).close()
-        for pipe in (self._process.stdout, self._process.stderr):
-            if pipe is not None and not pipe.closed and pipe.fileno() == fd:
-                pipe.close()
+    @abc.abstractmethod
+    def signal_group(self, number: int) -> None: ...
 
     @property
     def echo(self) -> bool:
@@ -136,6 +66,27 @@ class Child:
     @property
     def exception(self) -> str:
         return exception_of(self.traceback())
+
+
+class Local(Process, Child):
+    """On this machine."""
+
+    def __init__(
+        self,
+        *,
+        role: str = "worker",
+        rank: int,
+        argv: list[str],
+        env: dict[str, str],
+        token_fd: int,
+        out: Stream,
+        err: Stream,
+    ) -> None:
+        self.role = role
+        self.rank = rank
+        self.host = socket.gethostname()
+        self.err = err
+        super().__init__(argv, env, token_fd, out, err)
 
 
 def signal_name(number: int) -> str:

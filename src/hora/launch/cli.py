@@ -22,7 +22,9 @@ from .past import compare, runs, show
 if TYPE_CHECKING:
     from hora.serve.config import ServeConfig
 
-_RUN_HELP = """Start N processes of one script on this machine and see them to their end.
+    from .hosts.host import Host
+
+_RUN_HELP = """Start N processes of one script, on this machine or on several, and see them to their end.
 
 \b
   hora run -n 4 train.py
@@ -31,6 +33,7 @@ _RUN_HELP = """Start N processes of one script on this machine and see them to t
   hora run -n 4 --strategy ps:mode=async --servers 2 --name mnist-3 train.py
   hora run --join mnist-3 train.py
   hora run -n 4 --serve 8000 train.py
+  hora run --hosts a:2,b:2 train.py
 
 Everything after the script is the script's own, --help and -n included. Each line that a rank writes appears as
 "[rank] line", one of a server as "[server 0] line", of the predictor as "[predictor] line", on stdout or stderr as it
@@ -71,7 +74,56 @@ def hora(ctx: click.Context) -> None:
 @hora.command(
     help=_RUN_HELP, epilog=_RUN_EPILOG, context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]"
 )
-@click.option("-n", "size", type=Whole(), default=1, help="How many ranks, e.g. -n 4. Without it: 1.")
+@click.option(
+    "-n",
+    "size",
+    type=Whole(),
+    help="How many ranks, e.g. -n 4. Without it: 1; with --hosts, as many as these take.",
+)
+@click.option(
+    "--hosts",
+    metavar="LIST",
+    help="Other machines, reached by your own ssh, and how many ranks each takes, e.g. --hosts a:2,b:2, --hosts "
+    "user@a,b -n 4. Ranks fill them in order. The same folder, Python and packages must be there.",
+)
+@click.option(
+    "--hostfile",
+    metavar="FILE",
+    help="The same from a file, one host per line as `a:2` or `a slots=2`, e.g. --hostfile hosts.txt.",
+)
+@click.option(
+    "--ssh",
+    metavar="COMMAND",
+    default="ssh",
+    envvar="HORA_SSH",
+    help='How hosts are reached, e.g. --ssh "ssh -p 2222 -i key". Without it: ssh; the environment variable HORA_SSH '
+    "does the same.",
+)
+@click.option(
+    "--python",
+    metavar="PATH",
+    help="The Python on the hosts, e.g. --python /opt/venv/bin/python. Without it: the one that runs this.",
+)
+@click.option(
+    "--interface",
+    metavar="NAME|NETWORK",
+    help="The network between the hosts, e.g. --interface eth1, --interface 10.0.0.0/24. Without it: the one by which "
+    "they reach this machine; a line says which.",
+)
+@click.option(
+    "--env",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A variable for all ranks; may be given again, e.g. --env NCCL_DEBUG=INFO.",
+)
+@click.option(
+    "--forward",
+    multiple=True,
+    metavar="NAME",
+    help="A variable that the hosts get from here, * for any end; may be given again, e.g. --forward 'WANDB_*'. "
+    "Without it: PATH, PYTHONPATH, VIRTUAL_ENV, LD_LIBRARY_PATH and what begins with OMP_, MKL_, CUDA_, NCCL_, GLOO_, "
+    "TORCH_ or HORA_.",
+)
 @click.option(
     "--strategy",
     metavar="TEXT",
@@ -204,7 +256,14 @@ def hora(ctx: click.Context) -> None:
 @click.pass_context
 def run(
     ctx: click.Context,
-    size: int,
+    size: int | None,
+    hosts: str | None,
+    hostfile: str | None,
+    ssh: str,
+    python: str | None,
+    interface: str | None,
+    env: tuple[str, ...],
+    forward: tuple[str, ...],
     strategy: str | None,
     servers: int | str | None,
     join: str | None,
@@ -234,6 +293,7 @@ def run(
     from .config import RunConfig
 
     try:
+        machines, size = _machines(hosts, hostfile, size)
         config = RunConfig(
             command=command,
             module=module,
@@ -262,10 +322,38 @@ def run(
             dashboard=dashboard,
             trace=trace_path,
             tensorboard=tensorboard,
+            hosts=machines,
+            ssh=ssh,
+            python=python,
+            interface=interface,
+            env=tuple(_variable(each) for each in env),
+            forward=forward,
         )
+        if machines:
+            from .hosts import spread
+
+            return spread.run(config, spread.by_ssh)
         return local.run(config) if join is None else joining.join(config)
     except ValueError as error:
         raise click.UsageError(str(error), ctx) from None
+
+
+def _machines(hosts: str | None, hostfile: str | None, size: int | None) -> tuple[tuple[Host, ...], int]:
+    """The other machines, with their slots, and how many ranks there are. ValueError says what is wrong."""
+    from .hosts import host
+
+    if hosts is None and hostfile is None:
+        return (), 1 if size is None else size
+    if hosts is not None and hostfile is not None:
+        raise ValueError("--hosts and --hostfile name the same thing; leave one of them out")
+    return host.deal(host.parse(hosts) if hosts is not None else host.read_file(str(hostfile)), size)
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--env takes NAME=VALUE, not {text!r}; to pass one on from here: --forward {text}")
+    return name, value
 
 
 def _serving(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 OK = 0
 """Every rank ended well."""
 
@@ -25,3 +27,10 @@ TERMINATED = 143
 
 ECHO_EXIT = 76
 """A *rank's* exit code: it failed only because another rank was lost, so it is never blamed before that one."""
+
+
+def of_signal(number: int) -> int:
+    """The code of a run that this signal has stopped."""
+    if number == signal.SIGINT:
+        return INTERRUPTED
+    return OUTPUT_CLOSED if number == signal.SIGPIPE else TERMINATED

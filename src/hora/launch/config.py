@@ -15,6 +15,8 @@ from hora.serve.config import ServeConfig
 from hora.strategies import KNOWN, Strategy
 
 from .environment import COLOCATED
+from .hosts.host import Host
+from .names import NAMES
 
 MAX_RANKS = 1024  # processes of one run, servers included
 LOOPBACK = "127.0.0.1"
@@ -48,6 +50,12 @@ class RunConfig:
     dashboard: int | str | None = None  # a port, off, or None: one that is free
     trace: str | None = None
     tensorboard: str | None = None
+    hosts: tuple[Host, ...] = ()  # other machines, with their slots settled; none: this one
+    ssh: str = "ssh"
+    python: str | None = None  # the interpreter on the hosts; None: the same path as here
+    env: tuple[tuple[str, str], ...] = ()
+    forward: tuple[str, ...] = ()
+    interface: str | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -69,8 +77,9 @@ class RunConfig:
         if self.color not in ("auto", "always", "never"):
             raise ValueError(f"--color {self.color!r} is unknown; there are: auto, always, never")
         self._check_watching()
+        self._check_hosts()
         if self.module:
-            _check_module(self.command[0])
+            check_module(self.command[0])
         else:
             _check_script(self.command[0])
 
@@ -120,6 +129,21 @@ class RunConfig:
         if self.trace and os.path.isdir(self.trace):
             raise ValueError(f"--trace {self.trace} is a folder; name a file in it, e.g. --trace {self.trace}/run.json")
 
+    def _check_hosts(self) -> None:
+        for name, _ in self.env:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"--env takes NAME=VALUE, not {name!r}; e.g. --env NCCL_DEBUG=INFO")
+            if name in NAMES:
+                raise ValueError(f"--env {name}: that is the launcher's own to say; leave it out")
+        if self.hosts:
+            if self.join is not None:
+                raise ValueError("--hosts with --join: workers join from the machine that the command runs on")
+            return
+        given = {"--interface": self.interface, "--python": self.python, "--forward": self.forward}
+        for flag, value in given.items():
+            if value:
+                raise ValueError(f"{flag} does nothing without --hosts or --hostfile; e.g. --hosts a:2,b:2")
+
     def _check_serve(self) -> None:
         if self.serve is None or self.serve.source != "newest" or self.strategy is None:
             return
@@ -155,8 +179,9 @@ def _what_exists(wanted: str, there: list[str]) -> str:
     return f"there are: {', '.join(there[:8])}{', …' if len(there) > 8 else ''}"
 
 
-def _check_module(name: str) -> None:
-    """Looks for the module as `python -m` will, but imports nothing: a parent package may import torch."""
+def check_module(name: str) -> None:
+    """Looks for the module as `python -m` will, but imports nothing: a parent package may import torch. ValueError if
+    it is not there."""
     parts = name.split(".")
     before = sys.path[:]
     sys.path.insert(0, os.getcwd())

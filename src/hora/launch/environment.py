@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import socket
 from collections.abc import Mapping
 
 from ..serve.config import ServeConfig
@@ -24,13 +25,16 @@ class Identity:
 
     `rank` counts within the role; `size` is how many workers the run began with, so that of one that `joined` later may
     lie beyond it. `servers` is how many server processes there are, None where nobody said; `colocated`: they live in
-    the workers' processes.
+    the workers' processes. `local_rank` and `local_size` are the launcher's own count: under a launcher that knows no
+    servers these are among its ranks, `num_processes` in all. `host` is the machine as the user calls it. `bind` is the
+    address to listen on and `interface` the one to find it on, both empty where nobody said.
     """
 
     launcher: str = "alone"  # hora, torchrun, mpirun, slurm, alone
     role: str = "worker"
     rank: int = 0
     size: int = 1
+    num_processes: int = 1
     servers: int | None = None
     colocated: bool = False
     joined: bool = False
@@ -41,7 +45,9 @@ class Identity:
     strategy: str | None = None
     timeout_s: float | None = None
     max_steps: int | None = None
-    bind: str = "127.0.0.1"
+    host: str = dataclasses.field(default_factory=socket.gethostname)
+    bind: str = ""
+    interface: str = ""
     rate_bytes_per_s: float | None = None  # what a rank may send, where links are to be like slower ones
     token_fd: int | None = None
     token_file: str = ""
@@ -54,7 +60,16 @@ class Identity:
 
     @property
     def one_host(self) -> bool:
-        return self.local_size == self.size
+        return self.local_size == self.num_processes
+
+    @property
+    def hosts_coordinator(self) -> bool:
+        """Whether the coordinator lives in this process: in rank 0's, where the launcher is not Hora's own."""
+        return self.launcher != "hora" and self.role == "worker" and self.rank == 0
+
+    @property
+    def name(self) -> str:
+        return f"{'rank' if self.role == 'worker' else self.role} {self.rank}"
 
 
 def read(environ: Mapping[str, str] | None = None) -> Identity:
@@ -67,7 +82,7 @@ def read(environ: Mapping[str, str] | None = None) -> Identity:
         if found is not None:
             identity = _with_settings(found, env)
             _check_rank(identity)
-            return identity
+            return identity if identity.launcher == "hora" else _seated(identity)
     return _with_settings(Identity(), env)
 
 
@@ -92,6 +107,20 @@ def _check_rank(identity: Identity) -> None:
         raise ValueError(f"{identity.launcher} gave {role} {identity.rank}{among}; {role}s count from 0")
 
 
+def _seated(identity: Identity) -> Identity:
+    """The last ranks of a launcher that knows no servers are the servers, as many as the user wants."""
+    servers, total = identity.servers or 0, identity.num_processes
+    if servers >= total:
+        raise ValueError(
+            f"HORA_SERVERS={servers} of {total} rank{'s' if total > 1 else ''} leaves no worker: let "
+            f"{identity.launcher} start more, or use HORA_SERVERS={COLOCATED}"
+        )
+    workers = total - servers
+    if identity.rank < workers:
+        return dataclasses.replace(identity, size=workers)
+    return dataclasses.replace(identity, role="server", rank=identity.rank - workers, size=workers)
+
+
 def owner_of_rank(environ: Mapping[str, str] | None = None) -> int | None:
     """The process that has taken this environment's rank already, if any."""
     text = (os.environ if environ is None else environ).get(PID, "")
@@ -112,6 +141,7 @@ def _hora(env: Mapping[str, str]) -> Identity | None:
         role=env.get("HORA_ROLE", "worker"),
         rank=_int(env, "HORA_RANK"),
         size=size,
+        num_processes=size,
         joined=env.get("HORA_JOINED", "") == "1",
         local_rank=_int(env, "HORA_LOCAL_RANK", 0),
         local_size=_int(env, "HORA_LOCAL_SIZE", size),
@@ -133,6 +163,7 @@ def _torchrun(env: Mapping[str, str]) -> Identity | None:
         launcher="torchrun",
         rank=_int(env, "RANK"),
         size=size,
+        num_processes=size,
         local_rank=_int(env, "LOCAL_RANK", 0),
         local_size=_int(env, "LOCAL_WORLD_SIZE", near),
         job=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
@@ -148,6 +179,7 @@ def _mpirun(env: Mapping[str, str]) -> Identity | None:
         launcher="mpirun",
         rank=_int(env, "OMPI_COMM_WORLD_RANK"),
         size=size,
+        num_processes=size,
         local_rank=_int(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
         local_size=_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size),
         job="mpi-" + env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", str(os.getppid()))),
@@ -164,6 +196,7 @@ def _slurm(env: Mapping[str, str]) -> Identity | None:
         launcher="slurm",
         rank=_int(env, "SLURM_PROCID"),
         size=size,
+        num_processes=size,
         local_rank=_int(env, "SLURM_LOCALID", 0),
         local_size=size if nodes == 1 else 0,
         job=f"slurm-{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}",
@@ -182,7 +215,9 @@ def _with_settings(identity: Identity, env: Mapping[str, str]) -> Identity:
         timeout_s=_positive(env, "HORA_TIMEOUT_S", "seconds"),
         rate_bytes_per_s=_positive(env, "HORA_RATE_BYTES_PER_S", "bytes per second"),
         max_steps=_int(env, "HORA_MAX_STEPS") if "HORA_MAX_STEPS" in env else None,
-        bind=env.get("HORA_BIND", identity.bind),
+        host=env.get("HORA_HOST") or identity.host,
+        bind=env.get("HORA_BIND", ""),
+        interface=env.get("HORA_INTERFACE", ""),
         token_file=env.get("HORA_TOKEN_FILE", ""),
         history=env.get("HORA_HISTORY", ""),
         trace=env.get("HORA_TRACE", ""),
@@ -197,10 +232,9 @@ def _servers(env: Mapping[str, str], launcher: str) -> tuple[int | None, bool]:
     text = env.get("HORA_SERVERS")
     if text is None or text == COLOCATED:
         return None, text == COLOCATED
-    if launcher != "hora":
-        place = "without hora run" if launcher == "alone" else f"under {launcher}"
-        raise ValueError(f"HORA_SERVERS={text}: {place} use HORA_SERVERS={COLOCATED}")
-    servers = _int(env, "HORA_SERVERS")
+    if launcher == "alone":
+        raise ValueError(f"HORA_SERVERS={text}: without a launcher use HORA_SERVERS={COLOCATED}")
+    servers = int(text) if text.isdecimal() else 0
     if servers < 1:
         raise ValueError(f"HORA_SERVERS takes a number of servers, 1 or more, or {COLOCATED}, not {text!r}")
     return servers, False

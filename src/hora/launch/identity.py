@@ -7,30 +7,8 @@ import os
 import tempfile
 
 from .config import LOOPBACK, RunConfig
+from .names import NAMES
 from .servers import num_cores
-
-NAMES = (
-    "HORA_RUN",
-    "HORA_ROLE",
-    "HORA_RANK",
-    "HORA_SIZE",
-    "HORA_SERVERS",
-    "HORA_JOINED",
-    "HORA_LOCAL_RANK",
-    "HORA_LOCAL_SIZE",
-    "HORA_CONTROL",
-    "HORA_TOKEN_FD",
-    "HORA_STRATEGY",
-    "HORA_TIMEOUT_S",
-    "HORA_MAX_STEPS",
-    "HORA_BIND",
-    "HORA_SERVE",
-    "HORA_WATCH",
-    "HORA_PROGRESS",
-    "HORA_TRACE",
-    "HORA_PID",
-    "HORA_SCRATCH",
-)
 
 TRACE = "trace"  # the folder of the spans within the scratch
 
@@ -73,33 +51,41 @@ class Crew:
 def environment(
     config: RunConfig, crew: Crew, run_id: str, address: tuple[str, int], scratch: str, seat: Seat, token_fd: int
 ) -> dict[str, str]:
-    """The environment of one rank, server or predictor: ours, and its identity.
+    """The environment of one rank, server or predictor on this machine: ours, and its identity.
 
     An inherited identity is dropped: it belongs to the run that this launcher may itself be a part of. Each process
     gets its share of the cores unless the user set OMP_NUM_THREADS. The token itself is never in here.
     """
-    role, rank = seat
-    env = {key: value for key, value in os.environ.items() if key not in NAMES}
+    env = {key: value for key, value in os.environ.items() if key not in NAMES} | dict(config.env)
     env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // crew.num_processes)))
-    env.setdefault("PYTHONFAULTHANDLER", "1")
-    env |= {
-        "HORA_RUN": run_id,
+    env |= identity(config, crew, address, seat, seat[1], crew.size)
+    env |= {"HORA_RUN": run_id, "HORA_TOKEN_FD": str(token_fd), "HORA_SCRATCH": scratch}
+    if config.bind != LOOPBACK:
+        env["HORA_BIND"] = config.bind
+    if config.trace is not None:
+        env["HORA_TRACE"] = os.path.join(scratch, TRACE)
+    return env
+
+
+def identity(
+    config: RunConfig, crew: Crew, address: tuple[str, int], seat: Seat, local_rank: int, local_size: int
+) -> dict[str, str]:
+    """Who a process is in the run, wherever it is started: what is the same whoever starts it."""
+    role, rank = seat
+    env = {
         "HORA_ROLE": role,
         "HORA_RANK": str(rank),
         "HORA_SIZE": str(crew.size),
-        "HORA_LOCAL_RANK": str(rank),
-        "HORA_LOCAL_SIZE": str(crew.size),
+        "HORA_LOCAL_RANK": str(local_rank),
+        "HORA_LOCAL_SIZE": str(local_size),
         "HORA_CONTROL": f"{address[0]}:{address[1]}",
-        "HORA_TOKEN_FD": str(token_fd),
-        "HORA_SCRATCH": scratch,
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
     }
     if crew.servers is not None:
         env["HORA_SERVERS"] = str(crew.servers)
     if crew.joins:
         env["HORA_JOINED"] = "1"
-    if config.bind != LOOPBACK:
-        env["HORA_BIND"] = config.bind
     if config.strategy is not None:
         env["HORA_STRATEGY"] = config.strategy.spell()
     if config.timeout_s is not None:
@@ -111,8 +97,6 @@ def environment(
     if os.environ.get("HORA_WATCH") != "off":  # for those who measure what watching costs
         env["HORA_WATCH"] = "1"
     env["HORA_PROGRESS"] = config.progress
-    if config.trace is not None:
-        env["HORA_TRACE"] = os.path.join(scratch, TRACE)
     return env
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from . import servers
 from .config import RunConfig
 from .guardian import Guardian
-from .identity import Crew
+from .identity import TRACE, Crew
 from .output import Screen, make_log_dir, open_standard_descriptors
 from .runfile import RunFile
 from .showing import Show
@@ -32,7 +32,7 @@ def run(config: RunConfig) -> int:
     ValueError for what cannot be had here (an address, a directory for logs, a name in use), before any rank starts.
     """
     open_standard_descriptors()
-    config, why = _with_servers(config)
+    config, why = settle_servers(config)
     run_id, token = secrets.token_hex(8), secrets.token_bytes(32)
     if config.serve is not None:
         config.serve.check_port()
@@ -41,7 +41,7 @@ def run(config: RunConfig) -> int:
     if config.progress == "auto":
         config = dataclasses.replace(config, progress="panel" if screen.can_panel else "plain")
     with Wake() as wake, contextlib.ExitStack() as undo:
-        desk = _serve(config, crew, run_id, token)
+        desk = open_desk(config, crew, run_id, token)
         undo.callback(desk.close)
         make_log_dir(config.log_dir)
         record = RunFile(directory=config.run_dir, name=config.name, warn=screen.say)
@@ -81,6 +81,8 @@ def conduct(stage: Stage, undo: contextlib.ExitStack) -> int:
             guardian.file(path)
     launch = Launch(stage, scratch, guardian)
     outcome = launch.supervise()
+    if stage.sites is not None:
+        stage.sites.finish(os.path.join(scratch, TRACE) if stage.config.trace else None)
     end: dict[str, object] = {
         "code": outcome.code,
         "cause": outcome.cause,
@@ -104,7 +106,7 @@ def conduct(stage: Stage, undo: contextlib.ExitStack) -> int:
     return outcome.code
 
 
-def _with_servers(config: RunConfig) -> tuple[RunConfig, str]:
+def settle_servers(config: RunConfig) -> tuple[RunConfig, str]:
     """The number of servers settled, and a line that explains it where the command line left it open."""
     if config.servers is not None or config.strategy is None or not config.strategy.uses_servers:
         return config, ""
@@ -112,7 +114,8 @@ def _with_servers(config: RunConfig) -> tuple[RunConfig, str]:
     return dataclasses.replace(config, servers=count), why
 
 
-def _serve(config: RunConfig, crew: Crew, run_id: str, token: bytes) -> Service:
+def open_desk(config: RunConfig, crew: Crew, run_id: str, token: bytes) -> Service:
+    """The run's coordinator, listening. ValueError if it cannot."""
     from hora.coordinator import Service
 
     try:
@@ -128,6 +131,8 @@ def facts(config: RunConfig, run_id: str) -> dict[str, object]:
     """What run.json says of a run: the resolved configuration, and where it runs."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     found = {name: value for name, value in fields.items() if name not in ("name", "join", "progress")}
+    found["env"] = [name for name, _ in config.env]  # a value may be a secret
+    found["hosts"] = [f"{host.target}:{host.slots}" for host in config.hosts]
     found["strategy"] = config.strategy.spell() if config.strategy else None
     found["serve"] = dataclasses.asdict(config.serve) if config.serve else None
     return {"run": run_id, **found, "cwd": os.getcwd(), "host": socket.gethostname(), "pid": os.getpid()}

@@ -7,6 +7,10 @@ mpirun     rank 0 hosts it; on one host through an abstract Unix socket, whose p
 slurm      rank 0 hosts it; on one node through the abstract socket; between nodes on the step's first node, with a
            token from a file that all nodes can read
 alone      a coordinator inside this process
+
+On one host all listen on loopback. On several each listens on the address that the user named (HORA_BIND, or an
+interface by HORA_INTERFACE), else on the one from which it reaches the coordinator; rank 0, who hosts it, on the one by
+which the launcher knows its host.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import stat
 import threading
 import time
 
-from .. import handshake
+from .. import handshake, interface
 from ..coordinator import Client, Control, LocalHub, Service
 from ..errors import HoraError, Timeout, Unauthorized
 from .environment import Identity
@@ -31,30 +35,81 @@ from .environment import Identity
 log = logging.getLogger(__name__)
 
 MEET_S = 120.0
+LOOPBACK = "127.0.0.1"
 
 
 @dataclasses.dataclass
 class Meeting:
-    """A member's line to the coordinator, the token, and the coordinator itself where this process hosts it."""
+    """A member's line to the coordinator, the token, and the coordinator itself where this process hosts it.
+
+    `bind` is the address on which this process listens for the others.
+    """
 
     control: Control
     token: bytes
     service: Service | None = None
+    bind: str = LOOPBACK
 
 
 def meet(identity: Identity) -> Meeting:
     """Blocks until the coordinator is reached; an error names the address that was tried."""
+    if identity.bind in ("0.0.0.0", "::") and not identity.one_host:
+        raise ValueError(
+            f"HORA_BIND={identity.bind} is no address by which the others could reach this process: name one of this "
+            "host's, or its interface by HORA_INTERFACE"
+        )
     if identity.launcher == "hora":
         return _through_launcher(identity)
     if identity.launcher == "torchrun":
         return _through_store(identity)
     if identity.launcher == "alone":
-        return Meeting(LocalHub(1).line(), handshake.new_token())
+        return Meeting(LocalHub(1).line(), handshake.new_token(), bind=identity.bind or LOOPBACK)
     if identity.one_host:
         return _through_socket(identity)
     if identity.launcher == "mpirun":
         return _through_mpi(identity)
     return _through_first_node(identity)
+
+
+def _chosen(identity: Identity) -> str:
+    """The address to listen on where the user, or there being one host, decides it; else empty."""
+    if identity.bind or identity.one_host:
+        return identity.bind or LOOPBACK
+    if not identity.interface:
+        return ""
+    try:
+        return interface.named(identity.interface)
+    except ValueError as problem:
+        raise ValueError(f"HORA_INTERFACE on {identity.host}: {problem}") from None
+
+
+def _own_address(identity: Identity, name: str) -> str:
+    """Rank 0's on several hosts, whose launcher calls this one `name`."""
+    try:
+        return interface.outward(name)
+    except OSError as problem:
+        raise HoraError(
+            f"{identity.name} on {identity.host} finds no address by which the other hosts reach it: {problem}; "
+            "HORA_INTERFACE names one"
+        ) from None
+
+
+def _line(identity: Identity, address: tuple[str, int], token: bytes, timeout_s: float = 30.0) -> Meeting:
+    """Reaches the coordinator at `address`, which another process hosts."""
+    try:
+        control = Client(address, token, timeout_s)
+    except HoraError as problem:
+        if identity.one_host or isinstance(problem, Unauthorized):
+            raise
+        raise HoraError(
+            f"{identity.name} on {identity.host} cannot reach the coordinator at {address[0]}:{address[1]}: {problem}; "
+            "if that is not the network between the hosts, HORA_INTERFACE names another interface (eth1, 10.0.0.0/24)"
+        ) from None
+    try:
+        bind = _chosen(identity) or interface.route_to(address[0])
+    except OSError as problem:
+        raise HoraError(f"{identity.name} on {identity.host} finds no route to {address[0]}: {problem}") from None
+    return Meeting(control, token, bind=bind)
 
 
 def _through_launcher(identity: Identity) -> Meeting:
@@ -67,13 +122,29 @@ def _through_launcher(identity: Identity) -> Meeting:
             f"the run's token cannot be read from descriptor {identity.token_fd}: {problem}. A wrapper between "
             "hora run and the script must pass its descriptors on (subprocess: close_fds=False)."
         ) from None
-    return Meeting(Client(_address(identity.address), token), token)
+    return _line(identity, _address(identity.address), token)
 
 
-def _host(identity: Identity, token: bytes, bind: str, port: int = 0) -> Service:
-    service = Service(token, identity.size, run=identity.job, bind=bind, port=port)
+def _host(identity: Identity, token: bytes, bind: str, port: int = 0, data: str = "") -> Meeting:
+    """Rank 0 hosts the coordinator at `bind`, and listens for the others at `data` where that is not the same."""
+    try:
+        service = Service(token, identity.size, servers=identity.servers or 0, run=identity.job, bind=bind, port=port)
+    except OSError as problem:
+        raise HoraError(f"rank 0 on {identity.host} cannot listen on {bind}:{port}: {problem}") from None
     service.start()
-    return service
+    if not identity.one_host:
+        log.warning(
+            "ranks on several hosts meet at %s:%d (%s); HORA_INTERFACE chooses another",
+            bind, service.address[1], interface.name_of(bind) or identity.host,
+        )  # fmt: skip
+    return Meeting(Client(service.address, token), token, service, data or bind)
+
+
+def _words(meeting: Meeting) -> str:
+    """Where and with what the others reach the coordinator that this meeting hosts."""
+    assert meeting.service is not None
+    host, port = meeting.service.address
+    return f"{host} {port} {meeting.token.hex()}"
 
 
 def _through_store(identity: Identity) -> Meeting:
@@ -85,49 +156,38 @@ def _through_store(identity: Identity) -> Meeting:
         plain = TCPStore(
             host,
             port,
-            identity.size,
-            identity.rank == 0 and not agent,
+            identity.num_processes,
+            identity.hosts_coordinator and not agent,
             datetime.timedelta(seconds=MEET_S),
             wait_for_workers=False,
         )
     except Exception as problem:
-        raise HoraError(f"rank {identity.rank} cannot reach torchrun's store at {host}:{port}: {problem}") from None
+        raise HoraError(f"{identity.name} cannot reach torchrun's store at {host}:{port}: {problem}") from None
     store = PrefixStore(f"hora/{identity.job}", plain)
-    if identity.rank == 0:
-        token = handshake.new_token()
-        bind = "127.0.0.1" if identity.one_host else identity.bind
-        service = _host(identity, token, _reachable(identity, bind, host))
-        store.set("control", f"{service.address[0]} {service.address[1]} {token.hex()}")
-        meeting = Meeting(Client(service.address, token), token, service)
+    if identity.hosts_coordinator:
+        meeting = _host(identity, handshake.new_token(), _chosen(identity) or _own_address(identity, host))
+        store.set("control", _words(meeting))
     else:
-        meeting = _from_words(store.get("control").decode())
+        meeting = _from_words(identity, store.get("control").decode())
     meeting.store = plain  # type: ignore[attr-defined]  # it must live as long as others may still read it
     return meeting
-
-
-def _reachable(identity: Identity, bind: str, master: str) -> str:
-    """Where rank 0 listens when ranks are on several hosts: the address the launcher named, unless one was given."""
-    if identity.one_host or bind != "127.0.0.1":
-        return bind
-    return socket.gethostbyname(master)
 
 
 def _through_socket(identity: Identity) -> Meeting:
     """Rank 0 hands address and token to whoever connects under the same uid."""
     name = hashlib.sha256(f"{identity.job}|{os.getuid()}".encode()).hexdigest()[:24]
     address = f"\0hora-meet-{name}"
-    if identity.rank == 0:
-        token = handshake.new_token()
-        service = _host(identity, token, "127.0.0.1")
+    if identity.hosts_coordinator:
+        meeting = _host(identity, handshake.new_token(), _chosen(identity))
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listening.bind(address)
         except OSError as problem:
             raise HoraError(f"rank 0 cannot open the meeting place of job {identity.job!r}: {problem}") from None
-        listening.listen(identity.size)
-        words = f"{service.address[0]} {service.address[1]} {token.hex()}"
-        threading.Thread(target=_hand_out, args=(listening, words, identity.size - 1), daemon=True).start()
-        return Meeting(Client(service.address, token), token, service)
+        listening.listen(identity.num_processes)
+        others = identity.num_processes - 1
+        threading.Thread(target=_hand_out, args=(listening, _words(meeting), others), daemon=True).start()
+        return meeting
     deadline = time.monotonic() + MEET_S
     while True:
         try:
@@ -137,10 +197,10 @@ def _through_socket(identity: Identity) -> Meeting:
                 if handshake.peer_credentials(sock)[1] != os.getuid():
                     raise Unauthorized("another user's process sits at this job's meeting place")
                 words = sock.makefile().readline()
-            return _from_words(words)
+            return _from_words(identity, words)
         except (ConnectionRefusedError, FileNotFoundError, TimeoutError):
             if time.monotonic() > deadline:
-                raise Timeout(f"rank {identity.rank} waited {MEET_S:g} s for rank 0 of job {identity.job!r}") from None
+                raise Timeout(f"{identity.name} waited {MEET_S:g} s for rank 0 of job {identity.job!r}") from None
             time.sleep(0.02)
 
 
@@ -161,17 +221,13 @@ def _through_mpi(identity: Identity) -> Meeting:
         raise HoraError(
             f"mpirun started ranks on several hosts; to meet they need mpi4py (pip install hora[mpi]): {problem}"
         ) from None
-    service, words = None, b""
-    token = handshake.new_token()
-    if identity.rank == 0:
-        bind = identity.bind if identity.bind != "127.0.0.1" else socket.gethostbyname(socket.gethostname())
-        service = _host(identity, token, bind)
-        words = f"{service.address[0]} {service.address[1]} {token.hex()}".encode()
-    line = bytearray(words.ljust(256))
+    meeting = None
+    if identity.hosts_coordinator:
+        bind = _chosen(identity) or _own_address(identity, socket.gethostname())
+        meeting = _host(identity, handshake.new_token(), bind)
+    line = bytearray((_words(meeting).encode() if meeting else b"").ljust(256))
     MPI.COMM_WORLD.Bcast([line, MPI.BYTE], root=0)
-    if service:
-        return Meeting(Client(service.address, token), token, service)
-    return _from_words(line.decode())
+    return meeting or _from_words(identity, line.decode())
 
 
 def _through_first_node(identity: Identity) -> Meeting:
@@ -184,8 +240,9 @@ def _through_first_node(identity: Identity) -> Meeting:
     token = read_token_file(identity.token_file)
     first = first_host(identity.address)
     port = 20000 + int.from_bytes(hashlib.sha256(identity.job.encode()).digest()[:2], "little") % 20000
-    service = _host(identity, token, socket.gethostbyname(first), port) if identity.rank == 0 else None
-    return Meeting(Client((first, port), token, MEET_S), token, service)
+    if identity.hosts_coordinator:  # where the others look for it: by the name of its host
+        return _host(identity, token, identity.bind or _own_address(identity, first), port, _chosen(identity))
+    return _line(identity, (first, port), token, MEET_S)
 
 
 def read_token_file(path: str) -> bytes:
@@ -210,12 +267,12 @@ def first_host(nodes: str) -> str:
     return found.group(1) + (found.group(2) or "")
 
 
-def _from_words(words: str) -> Meeting:
+def _from_words(identity: Identity, words: str) -> Meeting:
     try:
         host, port, token = words.split()
     except ValueError:
         raise HoraError("rank 0 ended before it said where to meet") from None
-    return Meeting(Client((host, int(port)), bytes.fromhex(token)), bytes.fromhex(token))
+    return _line(identity, (host, int(port)), bytes.fromhex(token))
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
-import socket
 from collections.abc import Sequence
 
 from . import codes
@@ -69,16 +67,13 @@ def ended(lost: Sequence[str]) -> Outcome:
 
 
 def unstarted(role: str, rank: int, error: OSError) -> Outcome:
-    """The operating system refused to start this rank or server."""
+    """The operating system, or its host, refused to start this rank or server."""
     cause = f"{seat_name(role, rank)} could not be started: {error.strerror or error}"
     return Outcome(code=codes.SCRIPT_FAILED, cause=cause, text=f"{cause}; the others were stopped.")
 
 
 def stopped(number: int, *, killed: Sequence[tuple[str, int]]) -> Outcome:
     """The run was asked to stop by signal `number`; `killed` are the roles and ranks that had to be made to."""
-    code = codes.TERMINATED
-    if number in (signal.SIGINT, signal.SIGPIPE):
-        code = codes.INTERRUPTED if number == signal.SIGINT else codes.OUTPUT_CLOSED
     names = []
     for role, word in (("worker", "rank"), ("server", "server")):
         numbers = sorted({rank for kind, rank in killed if kind == role})
@@ -87,7 +82,7 @@ def stopped(number: int, *, killed: Sequence[tuple[str, int]]) -> Outcome:
     if any(role == "predictor" for role, _ in killed):
         names.append("predictor")
     text = f"killed what did not stop by itself: {' and '.join(names)}." if names else ""
-    return Outcome(code=code, cause=f"stopped by {signal_name(number)}", text=text)
+    return Outcome(code=codes.of_signal(number), cause=f"stopped by {signal_name(number)}", text=text)
 
 
 def _how(child: Child) -> str:
@@ -97,4 +92,4 @@ def _how(child: Child) -> str:
 
 
 def _who(child: Child) -> str:
-    return f"{child.name} (host {socket.gethostname()}, pid {child.pid})"
+    return f"{child.name} (host {child.host}, pid {child.pid})"

@@ -64,7 +64,7 @@ class RunFile:
         """Writes run.json: `facts`, the time and the versions. What an earlier run has left goes only now."""
         self._remove("end.json")
         self._remove(CONTROL)
-        self._write("run.json", {"name": self.name, **facts, "started": _now(), "versions": _versions()})
+        self._write("run.json", {"name": self.name, **facts, "started": _now(), "versions": versions()})
 
     def open_control(self, *, run: str, address: tuple[str, int], token: bytes) -> None:
         """Writes `control`, so that others of this user find the run and prove that they may."""
@@ -227,7 +227,7 @@ def _now() -> str:
     return datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
     """Read from the packages' metadata: importing torch would cost the launcher seconds."""
     versions: dict[str, str | None] = {}
     for package in ("hora", "torch"):

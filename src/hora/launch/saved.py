@@ -10,7 +10,7 @@ from typing import NoReturn
 from hora.serve.config import ServeConfig
 
 from .config import RunConfig
-from .identity import NAMES
+from .names import NAMES
 
 
 def serve(serving: ServeConfig, command: tuple[str, ...], module: bool) -> NoReturn:

@@ -30,11 +30,13 @@ from typing import Protocol
 from hora.strategies import parse
 
 from . import report
-from .child import Child, signal_name
+from .child import Child, Local, signal_name
 from .config import RunConfig
 from .guardian import Guardian, sweep
+from .hosts.site import Remote, Site
+from .hosts.sites import Sites, attend, watched
 from .identity import Crew, Seat, environment, token_descriptor
-from .output import Screen
+from .output import Screen, Stream
 from .report import Outcome
 from .runfile import RunFile
 from .showing import Show
@@ -97,6 +99,7 @@ class Stage:
     screen: Screen
     wake: Wake
     show: Show
+    sites: Sites | None = None  # other hosts, whose agents start the processes
 
 
 class Launch:
@@ -129,6 +132,7 @@ class Launch:
         self._selector.register(wake.fd, selectors.EVENT_READ, None)
         self._guardian_fd = self._watch_guardian()
         self._show = stage.show
+        self._sites = stage.sites
 
     def supervise(self) -> Outcome:
         """Starts the processes and returns when none of them, and nothing that they started, is left."""
@@ -166,7 +170,9 @@ class Launch:
         self._watch_output()
         plans = [plan[0][0] for plan in (self._plan, self._overdue) if plan]
         self._watch_bell()
-        dues = [due for due in (self._screen.due, self._show.due, until, *plans) if due is not None]
+        self._watch_sites()
+        beats = [site.due() for site in self._sites.all if not site.lost] if self._sites else []
+        dues = [due for due in (self._screen.due, self._show.due, until, *plans, *beats) if due is not None]
         if not self._running("worker") and self._guests():
             dues.append(time.monotonic() + LOOK_S)
         timeout = max(0.0, min(dues) - time.monotonic()) if dues else None
@@ -183,13 +189,18 @@ class Launch:
                 self._mourn_guardian()
             elif key.data is self._show.bell and self._show.bell is not None:
                 self._show.answer()
+            elif isinstance(key.data, Site):
+                for line in attend(key.data, key.fd, key.events, now):
+                    self._screen.say(f"host {key.data.name}: {line}")
             elif key.events & selectors.EVENT_WRITE:
                 key.data.write_some()
-            elif isinstance(key.data, Child) and key.fd in key.data.pipes and key.data.read(key.fd, now) is False:
+            elif isinstance(key.data, Local) and key.fd in key.data.pipes and key.data.read(key.fd, now) is False:
                 self._close_pipe(key.data, key.fd)
         if any(sink.gone for sink in self._screen.sinks) and not self._stopping:
             self._ask(signal.SIGPIPE, now)
-        if any(key.data is None for key, _ in ready):
+        if self._sites is not None:
+            self._heed_sites(self._sites, now)
+        if self._sites is not None or any(key.data is None for key, _ in ready):
             self._judge(now)
         self._escalate(now)
         self._dismiss(now)
@@ -208,7 +219,7 @@ class Launch:
         if reading != self._reading:
             self._reading = reading
             for child in self._children:
-                for fd in child.pipes:
+                for fd in child.pipes if isinstance(child, Local) else ():
                     self._watch_pipe(child, fd, reading)
 
     def _watch_bell(self) -> None:
@@ -222,6 +233,26 @@ class Launch:
         elif watched and not bell.waiting:
             self._selector.unregister(bell)
 
+    def _watch_sites(self) -> None:
+        """Waits for words of the other hosts, as for the ranks' output; and for room on the way there."""
+        wanted: dict[int, tuple[int, Site]] = {}
+        for site in self._sites.all if self._sites is not None else ():
+            wanted |= watched(site, self._reading)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Site) and wanted.get(key.fd) != (key.events, key.data):
+                self._selector.unregister(key.fd)
+        for fd, (events, site) in wanted.items():
+            if fd not in self._selector.get_map():
+                self._selector.register(fd, events, site)
+
+    def _heed_sites(self, sites: Sites, now: float) -> None:
+        for site in sites.all:
+            site.tick(now, self._reading)
+        for site in sites.newly_lost():
+            those = [child.name for child in site.children.values() if child.running]
+            what = f"; {', '.join(those)} with it" if those else ""
+            self._screen.say(f"host {site.name} ({site.address}) is lost: {site.lost}{what}")
+
     def _watch_pipe(self, child: Child, fd: int, wanted: bool) -> None:
         watched = fd in self._selector.get_map()
         if wanted and not watched:
@@ -229,7 +260,7 @@ class Launch:
         elif watched and not wanted:
             self._selector.unregister(fd)
 
-    def _close_pipe(self, child: Child, fd: int) -> None:
+    def _close_pipe(self, child: Local, fd: int) -> None:
         """Its end was seen. Its stream ends with the rank, not before: what is held back may be the first cause."""
         self._watch_pipe(child, fd, False)
         if not child.running:
@@ -238,12 +269,10 @@ class Launch:
     # -- ranks start and end -------------------------------------------------------------------------------------
 
     def _start(self, seat: Seat) -> None:
-        stage, (role, rank) = self._stage, seat
-        token_fd = token_descriptor(stage.token)
+        role, rank = seat
         try:
             out, err = self._screen.streams(role, rank, log_dir=self._config.log_dir, verdict=self._verdict)
-            env = environment(self._config, stage.crew, stage.run_id, self._desk.address, self._scratch, seat, token_fd)
-            child = Child(role=role, rank=rank, argv=self._config.argv(), env=env, token_fd=token_fd, out=out, err=err)
+            child = self._sites.start(seat, out, err) if self._sites is not None else self._start_here(seat, out, err)
         except OSError as error:
             if role == "predictor":
                 self._screen.say(f"the predictor could not be started: {error.strerror or error}; training goes on")
@@ -252,19 +281,30 @@ class Launch:
             self._unstarted = (seat, error)
             self._plan_stop(time.monotonic(), (0.0, signal.SIGTERM), (FAILED_KILL_S, signal.SIGKILL))
             return
+        self._children.append(child)
+
+    def _start_here(self, seat: Seat, out: Stream, err: Stream) -> Local:
+        stage, (role, rank) = self._stage, seat
+        token_fd = token_descriptor(stage.token)
+        try:
+            env = environment(self._config, stage.crew, stage.run_id, self._desk.address, self._scratch, seat, token_fd)
+            child = Local(role=role, rank=rank, argv=self._config.argv(), env=env, token_fd=token_fd, out=out, err=err)
         finally:
             os.close(token_fd)
         self._guardian.group(child.pid)
-        self._children.append(child)
         if child.pidfd is not None:
             self._selector.register(child.pidfd, selectors.EVENT_READ, None)
         for fd in child.pipes:
             self._watch_pipe(child, fd, self._reading)
+        return child
 
     def _judge(self, now: float) -> None:
         """Reaps the ranks that have ended and looks for the first cause among them."""
         ended = [child for child in self._children if child.has_ended()]
         for child in ended:
+            if not isinstance(child, Local):
+                child.reap()
+                continue
             child.read_rest(now)
             if child.pidfd is not None:
                 self._selector.unregister(child.pidfd)
@@ -281,8 +321,12 @@ class Launch:
             elif self._asked is None and self._unstarted is None:
                 self._weigh(child, now)
         for child in ended:
-            for fd in [fd for fd in child.pipes if child.read(fd, now) is False]:
-                self._close_pipe(child, fd)
+            if isinstance(child, Remote):
+                child.out.close()
+                child.err.close()
+            elif isinstance(child, Local):
+                for fd in [fd for fd in child.pipes if child.read(fd, now) is False]:
+                    self._close_pipe(child, fd)
 
     def _weigh(self, child: Child, now: float) -> None:
         """One ended badly. The first to do so starts the stop, unless the run can do without it; an echo is the cause
@@ -438,12 +482,13 @@ class Launch:
         sweep(self._stage.run_id)
         self._ending = True
         deadline = time.monotonic() + DRAIN_S
-        while any(child.pipes for child in self._children) and time.monotonic() < deadline:
+        while any(self._still_open(child) for child in self._children) and time.monotonic() < deadline:
             self._turn(until=deadline)
         for child in self._children:
-            child.read_rest(time.monotonic())
-            for fd in list(child.pipes):
-                child.close_pipe(fd)
+            if isinstance(child, Local):
+                child.read_rest(time.monotonic())
+                for fd in list(child.pipes):
+                    child.close_pipe(fd)
         if self._cause is None and self._echo is not None:
             self._blame(self._echo)
         self._show.close_panel()
@@ -451,6 +496,11 @@ class Launch:
         self._selector.close()
         if self._guardian_fd >= 0:
             os.close(self._guardian_fd)
+
+    @staticmethod
+    def _still_open(child: Child) -> bool:
+        """Whether more may come of what it wrote."""
+        return bool(child.pipes) if isinstance(child, Local) else child.running
 
     # -- what is said --------------------------------------------------------------------------------------------
 

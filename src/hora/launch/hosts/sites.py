@@ -1,0 +1,175 @@
+"""Sites: all hosts of a run together: who goes where, what is asked of all before anything starts, what is heard."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ..identity import Seat
+from ..output import Stream
+from ..wake import STOPPING, Wake
+from .frames import FromAgent, FromLauncher, Start
+from .site import Remote, Site
+
+END_S = 6.0
+
+Answer = TypeVar("Answer", bound=FromAgent)
+
+
+class Stopped(Exception):
+    """A signal came while the hosts were being asked."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a seat is: on which site, and as which of its ranks there."""
+
+    site: Site
+    local_rank: int
+    local_size: int
+
+
+class Sites:
+    """`places` says where each seat is. Main thread only."""
+
+    def __init__(self, sites: Sequence[Site], wake: Wake) -> None:
+        self.all = list(sites)
+        self.places: dict[Seat, Place] = {}
+        self.describe: Callable[[Seat], Start]  # what to tell the agent of a seat
+        self._wake = wake
+        self._told: set[int] = set()
+
+    def ask(
+        self,
+        question: Callable[[Site], FromLauncher | None],
+        kind: type[Answer],
+        timeout_s: float,
+        sorry: Callable[[Site], str],
+    ) -> list[Answer]:
+        """One question to every site, and all answers, in order. ValueError with `sorry(site)` for one that has none.
+
+        Stopped if a signal comes first."""
+        for site in self.all:
+            message = question(site)
+            if message is not None:
+                site.send(message)
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + timeout_s
+        with selectors.PollSelector() as selector:
+            selector.register(self._wake.fd, selectors.EVENT_READ, None)
+            while len(answers) < len(self.all):
+                self._register(selector)
+                now = time.monotonic()
+                ready = selector.select(max(0.0, min(deadline - now, 0.2)))
+                now = time.monotonic()
+                for key, events in ready:
+                    if key.data is None:
+                        for number in self._wake.read():
+                            if number in STOPPING:
+                                raise Stopped(number)
+                    else:
+                        attend(key.data, key.fd, events, now)
+                for number, site in enumerate(self.all):
+                    if number not in answers and (answer := site.take(kind)) is not None:
+                        answers[number] = answer
+                    elif number not in answers and (site.lost or now >= deadline):
+                        self._hear_out(site)
+                        raise ValueError(f"host {site.name}: {sorry(site)}")
+                    site.tick(now, watching=False)
+        return [answers[number] for number in range(len(self.all))]
+
+    def _register(self, selector: selectors.BaseSelector) -> None:
+        there = dict(selector.get_map())
+        wanted: dict[int, tuple[int, Site]] = {}
+        for site in self.all:
+            wanted |= watched(site, reading=True)
+        for key in there.values():
+            if key.data is not None and wanted.get(key.fd) != (key.events, key.data):
+                selector.unregister(key.fd)
+        for fd, (events, site) in wanted.items():
+            if fd not in selector.get_map():
+                selector.register(fd, events, site)
+
+    @staticmethod
+    def _hear_out(site: Site) -> None:
+        """What was said about the way there comes at times a little later than its end."""
+        deadline = time.monotonic() + 0.3
+        while site.err_fd >= 0 and time.monotonic() < deadline:
+            if not site.read_complaints():
+                time.sleep(0.01)
+
+    # -- the run -----------------------------------------------------------------------------------------------------
+
+    def start(self, seat: Seat, out: Stream, err: Stream) -> Remote:
+        return self.places[seat].site.start(self.describe(seat), out, err)
+
+    def newly_lost(self) -> list[Site]:
+        """Those that were lost since this was asked last."""
+        lost = [site for site in self.all if site.lost and id(site) not in self._told]
+        self._told.update(map(id, lost))
+        return lost
+
+    def finish(self, folder: str | None) -> None:
+        """All agents end what is left and go; the files that they send are put into `folder`. Bounded."""
+        for site in self.all:
+            site.keep = _keeper(folder)
+            site.ask_to_end()
+        deadline = time.monotonic() + END_S
+        with selectors.PollSelector() as selector:
+            while (
+                left := [site for site in self.all if not site.over and not site.lost]
+            ) and time.monotonic() < deadline:
+                self._register(selector)
+                for key, events in selector.select(0.1):
+                    if key.data in left:
+                        attend(key.data, key.fd, events, time.monotonic())
+
+    def close(self) -> None:
+        for site in self.all:
+            site.close()
+
+
+def watched(site: Site, reading: bool) -> dict[int, tuple[int, Site]]:
+    """The descriptors of a site to wait for, and what for."""
+    wanted: dict[int, tuple[int, Site]] = {}
+    if site.lost or site.over:
+        return wanted
+    if reading:
+        wanted[site.read_fd] = (selectors.EVENT_READ, site)
+    if site.pending:
+        wanted[site.write_fd] = (selectors.EVENT_WRITE, site)
+    if site.err_fd >= 0:
+        wanted[site.err_fd] = (selectors.EVENT_READ, site)
+    return wanted
+
+
+def attend(site: Site, fd: int, events: int, now: float) -> list[str]:
+    """One of its descriptors is ready. Returns what was said on the way there, to be shown once ranks run."""
+    if fd == site.write_fd and events & selectors.EVENT_WRITE:
+        site.write()
+    elif fd == site.read_fd:
+        site.read(now)
+    elif fd == site.err_fd:
+        return site.read_complaints()
+    return []
+
+
+def _keeper(folder: str | None) -> Callable[[str, bytes], None]:
+    def keep(name: str, data: bytes) -> None:
+        if folder is None or pathlib.PurePath(name).name != name or name.startswith("."):
+            return
+        with contextlib.suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+            with open(os.path.join(folder, name), "ab") as file:
+                file.write(data)
+
+    return keep

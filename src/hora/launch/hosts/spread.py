@@ -1,0 +1,305 @@
+"""Spread: a run over several hosts, from its configuration to its exit code.
+
+open        one agent per host, by ssh, or here
+compare     versions, folder, script, clocks: who differs is named before anything starts
+route       each host finds its own address on the road to the coordinator, and reaches it
+probe       each host reaches every other
+conduct     from here on as on one machine, with agents that start and end the processes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import os
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import hora
+from hora import interface
+
+from .. import codes
+from ..config import LOOPBACK, RunConfig
+from ..identity import Crew, Seat, identity
+from ..local import conduct, facts, open_desk, settle_servers
+from ..names import NAMES
+from ..output import Screen, make_log_dir, open_standard_descriptors
+from ..runfile import RunFile, versions
+from ..showing import Show
+from ..supervision import Stage
+from ..wake import Wake
+from . import ssh
+from .frames import PROTOCOL, Facts, Hello, Peer, Probe, Probed, Route, Routed, Start
+from .site import Site
+from .sites import Place, Sites, Stopped
+
+if TYPE_CHECKING:
+    from hora.coordinator import Service
+
+OPEN_S = 40.0
+ROUTE_S = 20.0
+PROBE_S = 30.0
+APART_S = 1.0
+"""Clocks that differ by more are worth a line: time stamps and traces of the hosts do not fit together."""
+
+PASSED_ON = (
+    "PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_*", "MKL_*", "CUDA_*", "NCCL_*", "GLOO_*", "TORCH_*",
+    "HORA_*",
+)  # fmt: skip
+KEPT_HERE = (*NAMES, "HORA_SSH", "HORA_DASHBOARD", "HORA_HOST", "HORA_TOKEN_FILE")
+
+Opener = Callable[[RunConfig, Wake, contextlib.ExitStack], "Opening"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """The sites of a run, and who goes where: the seats of each site in order. `sorry` explains one that is silent."""
+
+    sites: Sequence[Site]
+    seats: Sequence[Sequence[Seat]]
+    sorry: Callable[[Site], str]
+
+
+def run(config: RunConfig, opener: Opener) -> int:
+    """Runs `config` over the hosts that `opener` opens and returns the exit code. Main thread only; blocks.
+
+    ValueError for what is wrong with a host, before any rank starts.
+    """
+    open_standard_descriptors()
+    config, why = settle_servers(config)
+    run_id, token = secrets.token_hex(8), secrets.token_bytes(32)
+    crew = Crew(size=config.size, servers=config.servers, workers=config.size, serves=config.serve is not None)
+    screen = Screen(size=config.size, color=config.color)
+    if config.progress == "auto":
+        config = dataclasses.replace(config, progress="panel" if screen.can_panel else "plain")
+    with Wake() as wake, contextlib.ExitStack() as undo:
+        try:
+            opening = opener(config, wake, undo)
+            sites = Sites(opening.sites, wake)
+            undo.callback(sites.close)
+            notes = _greet(sites, config, run_id, token, opening.sorry)
+            desk = _open_desk(config, crew, run_id, token, sites)
+            undo.callback(desk.close)
+            notes += _connect(sites, config, desk)
+        except Stopped as stopped:
+            return codes.of_signal(stopped.number)
+        make_log_dir(config.log_dir)
+        record = RunFile(directory=config.run_dir, name=config.name, warn=screen.say)
+        undo.callback(record.close)
+        for note in [*notes, *([why] if why else [])]:
+            screen.say(note)
+        about = {**facts(config, run_id), "on": {site.name: site.address for site in sites.all}}
+        show = Show.of_run(config, record, screen, wake, about)
+        undo.callback(show.close)
+        show.watch(desk)
+        record.begin(about)
+        record.open_control(run=run_id, address=desk.address, token=token)
+        _seat(sites, opening.seats, config, crew, desk)
+        stage = Stage(
+            config=config,
+            crew=crew,
+            run_id=run_id,
+            token=token,
+            desk=desk,
+            record=record,
+            screen=screen,
+            wake=wake,
+            show=show,
+            sites=sites,
+        )
+        return conduct(stage, undo)
+
+
+def by_ssh(config: RunConfig, wake: Wake, undo: contextlib.ExitStack) -> Opening:
+    """One site per host of `config.hosts`. Workers fill the hosts in order; servers are dealt from the last host on,
+    the predictor is on the first."""
+    sites: list[Site] = []
+    try:
+        for host in config.hosts:
+            sites.append(ssh.open_site(host, config.ssh, config.python))
+    except ValueError:
+        for site in sites:
+            site.close()
+        raise
+    hosts = {site.name: host for site, host in zip(sites, config.hosts, strict=True)}
+    python = config.python or sys.executable
+
+    def sorry(site: Site) -> str:
+        return ssh.explain(hosts[site.name], site.complaints, python, config.ssh)
+
+    return Opening(sites, place(config), sorry)
+
+
+def place(config: RunConfig) -> list[list[Seat]]:
+    """For each host its seats."""
+    seats: list[list[Seat]] = []
+    first = 0
+    for host in config.hosts:
+        assert host.slots is not None
+        seats.append([("worker", rank) for rank in range(first, first + host.slots)])
+        first += host.slots
+    for number in range(config.servers if isinstance(config.servers, int) else 0):
+        seats[-1 - number % len(seats)].append(("server", number))
+    if config.serve is not None:
+        seats[0].append(("predictor", 0))
+    return seats
+
+
+# -- before anything starts --------------------------------------------------------------------------------------------
+
+
+def _greet(sites: Sites, config: RunConfig, run_id: str, token: bytes, sorry: Callable[[Site], str]) -> list[str]:
+    """What every host is: refused if one could not run this; a line for what is merely odd."""
+    env = forwarded(config)
+    for number, site in enumerate(sites.all):
+        site.mark = f"{run_id}.{number}"  # of its own: an agent that ends takes along what carries its mark
+
+    def hello(site: Site) -> Hello:
+        return Hello(PROTOCOL, site.name, site.mark, token, os.getcwd(), config.command[0], config.module, env)
+
+    began_ns = time.time_ns()
+    found = sites.ask(hello, Facts, OPEN_S, sorry)
+    ended_ns = time.time_ns()
+    compare([site.name for site in sites.all], found)
+    for site, each in zip(sites.all, found, strict=True):
+        site.facts = each
+    return clocks([site.name for site in sites.all], [each.time_ns for each in found], began_ns, ended_ns)
+
+
+def forwarded(config: RunConfig) -> dict[str, str]:
+    """What of our environment goes along: what makes programs find their things, settings, what the user named."""
+    wanted = (*PASSED_ON, *config.forward)
+    mine = {
+        name: value
+        for name, value in os.environ.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted) and name not in KEPT_HERE
+    }
+    return {**mine, **dict(config.env)}
+
+
+def compare(names: Sequence[str], found: Sequence[Facts]) -> None:
+    """ValueError naming the host where something is missing, or that differs from this machine."""
+    for name, each in zip(names, found, strict=True):
+        if each.problem:
+            raise ValueError(f"host {name}: {each.problem}")
+    ours = {
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "torch": versions()["torch"] or "",
+        "Hora": hora.__version__,
+    }
+    for name, each in zip(names, found, strict=True):
+        theirs = {"Python": ".".join(each.python.split(".")[:2]), "torch": each.torch, "Hora": each.hora}
+        for what, version in theirs.items():
+            if not version:
+                raise ValueError(f"host {name}: its {each.executable} has no {what}; install {what} {ours[what]} there")
+            if version != ours[what]:
+                raise ValueError(
+                    f"host {name} has {what} {version}, this machine {ours[what]}: install the same on all hosts, or "
+                    "say --python PATH"
+                )
+
+
+def clocks(names: Sequence[str], times_ns: Sequence[int], began_ns: int, ended_ns: int) -> list[str]:
+    """A line for each host whose clock was outside of the time in which it answered."""
+    lines = []
+    for name, at_ns in zip(names, times_ns, strict=True):
+        ahead_s = max(at_ns - ended_ns, 0) / 1e9 - max(began_ns - at_ns, 0) / 1e9
+        if abs(ahead_s) > APART_S:
+            way = "ahead of" if ahead_s > 0 else "behind"
+            lines.append(
+                f"the clock of host {name} is {abs(ahead_s):.1f} s {way} this machine's: its times in logs and traces "
+                "will be too (is NTP running there?)"
+            )
+    return lines
+
+
+def _open_desk(config: RunConfig, crew: Crew, run_id: str, token: bytes, sites: Sites) -> Service:
+    """The coordinator, at every address of ours by which a host reaches us, and no other."""
+    for site in sites.all:
+        site.road = _road(config, site)
+    roads = list(dict.fromkeys(site.road for site in sites.all if site.road))
+    desk = open_desk(dataclasses.replace(config, bind=roads[0] if roads else config.bind), crew, run_id, token)
+    ports = {desk.address[0]: desk.address[1]}
+    for road in roads[1:]:
+        ports[road] = desk.listen(road)
+    for site in sites.all:
+        site.desk = (site.road or desk.address[0], ports[site.road or desk.address[0]])
+    return desk
+
+
+def _road(config: RunConfig, site: Site) -> str:
+    """Our address as that host should call it; empty where any will do."""
+    if config.bind != LOOPBACK:
+        return config.bind
+    if config.interface:
+        with contextlib.suppress(ValueError):  # the launcher may be outside of the network between the hosts
+            return interface.named(config.interface)
+    if not site.facts.server:
+        return ""
+    if site.facts.client in interface.addresses().values():
+        return site.facts.client
+    try:
+        return interface.route_to(site.facts.server)
+    except OSError as problem:
+        raise ValueError(
+            f"host {site.name} is reached at {site.facts.server}, and there is no way back from it: {problem}; "
+            "--interface says by which network"
+        ) from None
+
+
+def _connect(sites: Sites, config: RunConfig, desk: Service) -> list[str]:
+    """Every host reaches the coordinator and every other host; the line that says by which network."""
+
+    def route(site: Site) -> Route:
+        return Route(*site.desk, config.interface or "")
+
+    silent: Callable[[Site], str] = lambda site: site.lost or "its agent does not answer"  # noqa: E731
+    for site, routed in zip(sites.all, sites.ask(route, Routed, ROUTE_S, silent), strict=True):
+        if routed.problem:
+            raise ValueError(
+                f"host {site.name} cannot reach this machine: {routed.problem}; --interface NAME or NETWORK chooses "
+                "another way"
+            )
+        site.address, site.interface, site.port = routed.address, routed.interface, routed.port
+    peers = [Peer(site.name, site.address, site.port) for site in sites.all]
+    slowest = 0.0
+    for site, probed in zip(sites.all, sites.ask(lambda site: Probe(peers), Probed, PROBE_S, silent), strict=True):
+        for peer, problem, seconds in zip(peers, probed.problems, probed.seconds, strict=True):
+            if problem:
+                raise ValueError(
+                    f"host {site.name} cannot reach host {peer.name} at {peer.host}: {problem}; --interface NAME or "
+                    "NETWORK chooses another network"
+                )
+            slowest = max(slowest, seconds)
+    if len(sites.all) == 1:
+        return []
+    names = Counter(site.interface or "?" for site in sites.all)
+    where = ", ".join(names)
+    some = ", ".join(f"{site.name} {site.address}" for site in sites.all[:4]) + (", …" if len(sites.all) > 4 else "")
+    return [f"{len(sites.all)} hosts over {where} ({some}): all reach each other, in {slowest * 1e3:.1f} ms at most"]
+
+
+# -- who goes where ----------------------------------------------------------------------------------------------------
+
+
+def _seat(sites: Sites, seats: Sequence[Sequence[Seat]], config: RunConfig, crew: Crew, desk: Service) -> None:
+    where = {seat: site for site, those in zip(sites.all, seats, strict=True) for seat in those}
+    workers: dict[str, list[Seat]] = {}
+    for seat in sorted(seat for seat in where if seat[0] == "worker"):
+        workers.setdefault(where[seat].machine, []).append(seat)
+    for seat, site in where.items():
+        mates = workers.get(site.machine, [])
+        sites.places[seat] = Place(site, mates.index(seat) if seat in mates else 0, max(1, len(mates)))
+
+    def describe(seat: Seat) -> Start:
+        at = sites.places[seat]
+        env = identity(config, crew, at.site.desk, seat, at.local_rank, at.local_size)
+        mates = sum(other.site.machine == at.site.machine for other in sites.places.values())
+        return Start(*seat, config.argv()[1:], env, mates, config.trace is not None)
+
+    sites.describe = describe
