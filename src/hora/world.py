@@ -108,16 +108,17 @@ class World:
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
-    def _found(self, circle: Circle, kind: str) -> Group:
+    def _found(self, circle: Circle, kind: str, whole: Group | None = None) -> Group:
         if kind == "auto" and self._lounge is None and len({self.hosts[m.rank] for m in circle.members}) == 1:
             try:
-                return self._gather(circle, "shm")
+                return self._gather(circle, "shm", whole)
             except OutOfMemory as problem:
                 if circle.rank == 0:
                     log.warning("no shared memory, so the ranks talk over TCP, which is slower: %s", problem)
-        return self._gather(circle, kind)
+        return self._gather(circle, kind, whole)
 
-    def _gather(self, circle: Circle, kind: str) -> Group:
+    def _gather(self, circle: Circle, kind: str, whole: Group | None) -> Group:
+        """A group; or a part of the `whole`, which then hears for it what becomes of the others."""
         group = Group(
             self.connect(circle, kind),
             self.control,
@@ -125,15 +126,18 @@ class World:
             deterministic=self.deterministic,
             hosts=[self.hosts[member.rank] for member in circle.members],
             companion=lambda wanted: self.connect(circle, wanted),
-            found=lambda ranks, wanted: self._subgroup(group, ranks, wanted),
+            found=lambda ranks, wanted, part: self._subgroup(group, ranks, wanted, part),
             closed=lambda: self._groups.remove(group) if group in self._groups else None,
+            whole=whole,
         )
+        if whole is not None:
+            return group
         self._groups.append(group)
         for event in [*self._ends, *self._early]:  # what was said while it was being founded
             group.accord.hear(event)
         return group
 
-    def _subgroup(self, parent: Group, ranks: list[int], kind: str) -> Group | None:
+    def _subgroup(self, parent: Group, ranks: list[int], kind: str, part: bool) -> Group | None:
         circle = parent.transport.circle
         if parent.rank not in ranks:
             return None
@@ -141,7 +145,7 @@ class World:
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
         self._founder = parent
         try:
-            return self._found(self._inner(circle, ranks, number, parent.rank), kind)
+            return self._found(self._inner(circle, ranks, number, parent.rank), kind, parent if part else None)
         finally:
             self._founder = None
 

@@ -34,7 +34,7 @@ RUN_S = 120.0
 
 def obstacle() -> str:
     """Why there can be no such machines here; empty if there can."""
-    for tool in ("ssh", "ssh-keygen", "unshare", "nsenter"):
+    for tool in ("ssh", "ssh-keygen", "unshare", "nsenter", "setpriv"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed"
     if not os.path.exists(SSHD):
@@ -258,9 +258,10 @@ class Machines:
             *self._before.get(name, ()),
             f"exec {SSHD} -D -E {self.folder}/sshd-{name}.log -f {config}",
         ]
+        tied = ["setpriv", "--pdeathsig", "KILL"]  # to this process, however it ends
         own = ["unshare", "--pid", "--uts", "--ipc", "--mount-proc", "--fork", "--kill-child"]
         self._sshds[name] = subprocess.Popen(
-            ["ip", "netns", "exec", self._host(name), *own, "sh", "-c", "\n".join(script)],
+            [*tied, "ip", "netns", "exec", self._host(name), *own, "sh", "-c", "\n".join(script)],
             env={key: value for key, value in self.env.items() if key in ("PATH", "HOME", "LANG")},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

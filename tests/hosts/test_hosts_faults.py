@@ -16,10 +16,10 @@ import pytest
 
 from hora.launch import codes
 
-from .conftest import Make
+from .conftest import Make, large
 from .machines import Machines, Run
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), large]
 
 SLACK_S = 7.0
 CTRL_C_S = 3.0
@@ -65,7 +65,7 @@ def test_a_rank_killed_on_another_host_does_not_stop_workers_that_need_not_wait(
     options = ["--hosts", "a:2,b:2", "--strategy", f"ps:mode={kind}", "--servers", 1]
     run = training(those, *options, ranks=4, folder=tmp_path)
     os.kill(those.ranks("b", SCRIPT)[2], signal.SIGKILL)
-    run.wait_for(r"rank 2 \(host b, pid \d+\) killed by SIGKILL", limit_s=20)
+    run.wait_for(r"rank 2 \(host b, pid \d+\) was killed by SIGKILL.*the others go on", limit_s=20)
     (tmp_path / "enough").touch()
     assert run.end(40) == codes.OK, run
     assert all(f"[{rank}] rank {rank} ended at step" in run.stdout for rank in (0, 1, 3)), run
@@ -144,7 +144,7 @@ def test_a_cut_link_is_named_and_the_ring_stops(machines: Make, tmp_path: pathli
     )
     assert code == codes.RANK_KILLED, run
     said = [line for line in run.err if re.search(r"host b\b.*lost", line)]
-    assert any(those.address("b") in line and re.search(r"ranks 1, 2\b|ranks 1 and 2\b", line) for line in said), run
+    assert any(those.address("b") in line and re.search(r"ranks? 1,? (and )?(rank )?2\b", line) for line in said), run
     assert named_at - began < NAMED_S + SLACK_S - 2.0
     assert not left
 

@@ -13,10 +13,10 @@ import pytest
 import hora
 from hora.launch import codes
 
-from .conftest import Make
+from .conftest import Make, large
 from .machines import REPOSITORY, SCRIPTS, Machines, Run
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), large]
 
 SCRIPT = "places.py"
 

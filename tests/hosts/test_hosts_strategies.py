@@ -11,9 +11,9 @@ import torch
 
 from hora.launch import codes
 
-from .conftest import Make, endings
+from .conftest import Make, endings, large
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), large]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 START_S = 60.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
@@ -107,9 +107,9 @@ class Cluster:
         done = subprocess.run(words, env={"PATH": PATH, **self.env}, capture_output=True, text=True, timeout=20)
         return done.stdout.split() == ["idle"] * len(self._addresses)
 
-    def _wait(self, there: object, what: str) -> None:
+    def _wait(self, there: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + START_S
-        while not there():  # type: ignore[operator]
+        while not there():
             ended = [process.args for process in self._processes if process.poll() is not None]
             if ended or time.monotonic() > deadline:
                 logs = "".join(path.read_text()[-1500:] for path in sorted(self._folder.glob("*.log")))
@@ -127,3 +127,8 @@ class Cluster:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        mark = f"SLURM_CONF={self._folder / 'slurm.conf'}".encode()
+        for entry in pathlib.Path("/proc").iterdir():  # a step that was under way outlives its slurmd
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(entry.name), signal.SIGKILL)

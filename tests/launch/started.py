@@ -43,7 +43,7 @@ class Started:
 
     def run(self, command: list[str], *arguments: object, **env: str) -> tuple[int, str]:
         process = self.start(command, *arguments, **env)
-        out, _ = process.communicate(timeout=40)
+        out, _ = process.communicate(timeout=100)
         return process.returncode, out
 
     def step(self, *arguments: object, size: int = 2, **env: str) -> list[tuple[int, str]]:
@@ -54,7 +54,7 @@ class Started:
             self.start([sys.executable], *arguments, **step, **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
             for rank in range(size)
         ]
-        return [(task.wait(40), _said_by(task)) for task in tasks]
+        return [(task.wait(100), _said_by(task)) for task in tasks]
 
     def end(self) -> None:
         for process in self._processes:

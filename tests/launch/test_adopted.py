@@ -16,6 +16,8 @@ from started import SALLOC, Started
 from conftest import Launcher
 from hora.launch import codes
 
+pytestmark = pytest.mark.timeout(240)  # several processes import torch on whatever cores there are
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 MPIRUN = ["mpirun", "--oversubscribe", "-n", "2", sys.executable]
 needs_mpirun = pytest.mark.skipif(
@@ -185,7 +187,6 @@ def test_digits_are_learnt_as_by_one_process(
     assert len(re.findall(r"server \d .*updates", out)) == int(number), "each server says what it has done"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("other", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
 def test_local_sgd_is_the_same_as_by_hora_run(
     started: Started, launcher: Launcher, inductor_cache: None, tmp_path: pathlib.Path, other: str

@@ -19,7 +19,7 @@ from hora.launch import codes
 
 OBSTACLE = links.obstacle()
 pytestmark = [
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(240),
     pytest.mark.skipif(bool(OBSTACLE), reason=f"no network namespaces here: {OBSTACLE}"),
 ]
 NOTICE = r"ranks on several hosts meet at 10\.83\.0\.1:\d+ \(eth0\); HORA_INTERFACE chooses another"

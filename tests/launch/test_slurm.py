@@ -16,7 +16,7 @@ from hora.bench import links
 
 OBSTACLE = slurm.obstacle()
 pytestmark = [
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(240),
     pytest.mark.skipif(bool(OBSTACLE), reason=f"no Slurm of our own here: {OBSTACLE}"),
 ]
 
@@ -55,7 +55,7 @@ def test_srun_on_two_nodes_meets_at_the_first_with_a_token_from_a_file(
         (tmp_path / "hosts").write_text(names)  # where both nodes look up names
         mount = f'mount --bind {tmp_path / "hosts"} /etc/hosts && exec "$@"'
         inside = [
-            ["ip", "netns", "exec", hosts.host(number), "unshare", "--mount", "sh", "-c", mount, "sh"]
+            ["nsenter", f"--net=/run/netns/{hosts.host(number)}", "unshare", "--mount", "sh", "-c", mount, "sh"]
             for number in range(2)
         ]
         with slurm.Cluster(folder, [hosts.address(0), hosts.address(1)], inside) as cluster:

@@ -68,7 +68,7 @@ class Saver:
 STRATEGIES = ["local:every=4", "local:every=4,state=average", "local:every=4,state=reset", "local:every=4,warmup=12",
               "local:every=2/5@9", "diloco:every=4", "diloco:every=6,fragments=3", "diloco:every=5,overlap=2",
               "diloco:every=6,fragments=2,overlap=1", "diloco:every=4,wire=int8", "local:every=4,via=ps",
-              "diloco:every=4,wire=bfloat16,fragments=2"]  # fmt: skip
+              "diloco:every=4,wire=bf16,fragments=2"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ def bench(ctx: click.Context) -> None:
       hora bench ps -n 2 --servers 1
       hora bench staleness --plot staleness.png
       hora bench local -n 4 --rates 100mbit
+      hora bench hosts --hosts-sim 4 --rate 1gbit
       hora bench quality -n 2 --plot quality.png
       hora bench serve
       hora bench observe
@@ -272,6 +273,68 @@ def local(
         for speed in speeds:
             links.bits_per_s(speed)
         return rounds.main(size, those, speeds, model, repeats, json_path, plot_path)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+@bench.command()
+@click.option(
+    "--hosts-sim", "num_hosts", type=Whole(), default=4, help="How many hosts, e.g. --hosts-sim 2. Without it: 4."
+)
+@click.option(
+    "--rate",
+    default="1gbit",
+    metavar="RATE",
+    help="How fast each host's link is, both ways, e.g. --rate 100mbit. Without it: 1gbit.",
+)
+@click.option(
+    "--sizes", type=Sizes(), default="25M,100M", help="What is all-reduced, e.g. --sizes 1M,25M. Without it: 25M,100M."
+)
+@click.option("--rounds", type=Whole(), default=7, help="Rounds of all in turn, e.g. --rounds 11. Without it: 7.")
+@click.option(
+    "--parts",
+    metavar="NAMES",
+    help="Only these of allreduce, train, ps and picture, e.g. --parts ps. Without it: the first three.",
+)
+@click.option(
+    "--picture",
+    "picture_path",
+    metavar="FILE.png",
+    help="Also measure and draw the star's and the ring's time over 2 to 16 hosts, e.g. --picture star-ring.png.",
+)
+@click.option("--quick", is_flag=True, help="Little data and one round: only to see that it works, e.g. --quick.")
+@click.option(
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+)
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
+def hosts(
+    num_hosts: int,
+    rate: str,
+    sizes: list[int],
+    rounds: int,
+    parts: str | None,
+    picture_path: str | None,
+    quick: bool,
+    json_path: str | None,
+    plot_path: str | None,
+) -> int:
+    """All-reduces, training steps and parameter servers over hosts with slow links, beside Gloo and Open MPI.
+
+    The hosts are network namespaces on this machine, whose links the kernel slows down; that takes root. Each result is
+    held against what the links alone would take.
+
+    \b
+      hora bench hosts --hosts-sim 4 --rate 1gbit --json out.jsonl --plot out.png
+      hora bench hosts --parts picture --picture star-ring.png
+    """
+    from hora.bench import hosts as over_hosts
+
+    names = [name.strip() for name in parts.split(",") if name.strip()] if parts is not None else None
+    try:
+        plan = over_hosts.Plan(hosts=num_hosts, rate=rate, sizes=sizes, rounds=rounds)
+        chosen = over_hosts.choose(names, picture=picture_path is not None)
+        plan = over_hosts.quick(plan) if quick else plan
+        return over_hosts.main(plan, chosen, json_path, plot_path, picture_path)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 

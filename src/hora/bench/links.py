@@ -1,13 +1,13 @@
-"""Links: where the workers of `hora bench local` live, and how fast they reach each other.
+"""Links: where the workers of `hora bench local` and `hora bench hosts` live, and how fast they reach each other.
 
-Namespaces   a network namespace for each worker, joined by a bridge; both directions of each link are shaped by the
+Namespaces   a network namespace for each host, joined by a bridge; both directions of each link are shaped by the
              kernel (`tc tbf`), and what crosses it is counted by the kernel too. Needs root, `ip` and `tc`.
 Limited      plain processes on loopback, where the transport limits what each of them sends: Hora's own TCP only.
 
-        worker 0 ── veth ──┐
-        worker 1 ── veth ──┤
-        worker 2 ── veth ──┼── bridge, in a namespace of its own
-        worker 3 ── veth ──┘
+        host 0 ── veth ──┐
+        host 1 ── veth ──┤
+        host 2 ── veth ──┼── bridge, in a namespace of its own
+        host 3 ── veth ──┘
 
 Both are context managers: inside, workers may be started; after it nothing is left, whatever happened.
 """
@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Protocol
 
-from ..launch.identity import NAMES
+from ..launch.names import NAMES
 
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SETTINGS = ("HORA_RATE_BYTES_PER_S", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
@@ -93,8 +93,9 @@ class Namespaces:
     counter: str | None = f"/sys/class/net/{DEVICE}/statistics/tx_bytes"
 
     def __init__(self, size: int, rate: str) -> None:
+        """So many hosts."""
         if not 1 <= size <= 250:
-            raise ValueError(f"1 to 250 workers have an address each, not {size}")
+            raise ValueError(f"1 to 250 hosts have an address each, not {size}")
         bits_per_s(rate)
         self.note = f"network namespaces, links shaped both ways by tc tbf, TCP with {CONTROL}"
         self._rate = rate
@@ -115,31 +116,34 @@ class Namespaces:
     ) -> None:
         self._remove()
 
-    def command(self, rank: int, meeting: int) -> list[str]:
-        words = _words(rank, self._size, self.address(0), FIRST_PORT + meeting, 1)
-        words += [f"HORA_BIND={self.address(rank)}", f"GLOO_SOCKET_IFNAME={DEVICE}"]
-        return ["ip", "netns", "exec", self.host(rank), "env", *words]
+    def command(self, rank: int, meeting: int, *, size: int | None = None, per_host: int = 1) -> list[str]:
+        """As every link's. Ranks live `per_host` to a host, in order; without `size` there are as many as hosts."""
+        host = rank // per_host
+        words = _words(rank, size or self._size, self.address(0), FIRST_PORT + meeting, per_host)
+        words += [f"HORA_BIND={self.address(host)}", f"GLOO_SOCKET_IFNAME={DEVICE}"]
+        return ["ip", "netns", "exec", self.host(host), "env", *words]
 
-    def host(self, rank: int) -> str:
-        return f"{self._name}-host{rank}"
+    def host(self, number: int) -> str:
+        """The name of its namespace."""
+        return f"{self._name}-host{number}"
 
-    def address(self, rank: int) -> str:
+    def address(self, number: int) -> str:
         """Private, and known inside of the namespaces only."""
-        return f"10.83.0.{rank + 1}"
+        return f"10.83.0.{number + 1}"
 
     def _make(self) -> None:
         switch = f"{self._name}-switch"
         _call("ip", "netns", "add", switch)
         _call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         _call("ip", "-n", switch, "link", "set", "bridge", "up")
-        for rank in range(self._size):
-            host, plug = self.host(rank), f"plug{rank}"
+        for number in range(self._size):
+            host, plug = self.host(number), f"plug{number}"
             _call("ip", "netns", "add", host)
             _call("ip", "-n", host, "link", "set", "lo", "up")
             _call("ip", "netns", "exec", host, "sysctl", "-qw", f"net.ipv4.tcp_congestion_control={CONTROL}")
             _call("ip", "link", "add", DEVICE, "netns", host, "type", "veth", "peer", "name", plug, "netns", switch)
             _call("ip", "-n", switch, "link", "set", plug, "master", "bridge")
-            _call("ip", "-n", host, "address", "add", f"{self.address(rank)}/24", "dev", DEVICE)
+            _call("ip", "-n", host, "address", "add", f"{self.address(number)}/24", "dev", DEVICE)
             for place, device in ((host, DEVICE), (switch, plug)):  # what leaves the host, and what comes to it
                 shape = ["tbf", "rate", self._rate, "burst", BURST, "latency", QUEUE]
                 _call("tc", "-n", place, "qdisc", "add", "dev", device, "root", *shape)

@@ -3,13 +3,15 @@
 HOW is alone, ddp or hora; who it is stands in the environment, as torchrun says it, and the strategy in HORA_STRATEGY.
 A worker alone talks to nobody, but keeps freed memory as Hora does, so that nobody who talks can be faster.
 It speaks a crew's language (ps_crew.py): for {"lead": L, "steps": K} it takes L steps untimed and K timed ones, all
-workers beginning together, and answers with the seconds that the latter took and the bytes that left it: `wire_bytes`
-by the kernel's own COUNTER, a file, headers and acknowledgements included, `sent_bytes` as Hora counts what it gives to
-others. With "settle" it answers when its link is quiet: an exchange that goes on would take the next contestant's.
+workers beginning together, and answers with the seconds that the latter took, all and each, and the bytes that left
+it: `wire_bytes` by the kernel's own COUNTER, a file, headers and acknowledgements included, `sent_bytes` as Hora counts
+what it gives to others. With "settle" it answers when its link is quiet: an exchange that goes on would take the
+next contestant's.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -77,9 +79,12 @@ def measure(worker: Worker, lead: int, steps: int, counter: str | None) -> dict[
         worker.traffic.reset()
     before = _count(counter)
     start = time.perf_counter()
+    ends = [start]
     for _ in range(steps):
         worker.step()
-    told: dict[str, Any] = {"seconds": time.perf_counter() - start}
+        ends.append(time.perf_counter())
+    each = [end - begin for begin, end in itertools.pairwise(ends)]
+    told: dict[str, Any] = {"seconds": ends[-1] - start, "each": each}
     if worker.traffic is not None:
         told |= {"sent_bytes": worker.traffic.sent_bytes, "exposed_s": worker.traffic.exposed_s}
     worker.meet()  # until then what this worker has sent may still wait in its own kernel

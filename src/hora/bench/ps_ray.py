@@ -21,7 +21,7 @@ import time
 from typing import Any
 
 import numpy as np
-import ray  # type: ignore[import-not-found]
+import ray
 
 LEARNING_RATE = 1e-6
 CHUNK = 1 << 16  # stays in the cache between the two passes of an update: half as fast again as `p -= rate * g`

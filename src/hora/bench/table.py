@@ -86,7 +86,7 @@ def plot_times(rows: list[Row], title: str, path: str) -> str | None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 6))
-    quiet = iter(pyplot.get_cmap("tab20b").colors)  # type: ignore[attr-defined]
+    quiet = iter(pyplot.get_cmap("tab20b").colors)
     for name, cells in by_name(rows).items():
         sizes = sorted(cells)
         medians = [cells[size]["median_s"] * 1e3 for size in sizes]

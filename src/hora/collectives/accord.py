@@ -6,6 +6,8 @@ between them, the coordinator's line carries the question. Whoever knows both si
 and the group is aborted with it on every rank.
 
 The last `KEPT` calls are on record, so that a rank which has gone on can still answer.
+
+The parts that a group is made of (see Hierarchy) have deputies: what goes wrong in a part is the whole group's affair.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Accord(Watcher):
     """One rank's side of it. `number` and `stamp` are those of the call under way."""
 
     def __init__(self, transport: Transport, control: Control) -> None:
-        self.transports = [transport]  # the group's own first, then its engines
+        self.transports = [transport]  # the group's own first, then its engines and those of its parts
         self.number = 0
         self.stamp = 0
         self._transport = transport
@@ -75,6 +77,15 @@ class Accord(Watcher):
         self._sent: dict[tuple[int, int], int] = {}
         self._letters: dict[tuple[int, int, int], str] = {}
         transport.watcher = self
+
+    def include(self, transport: Transport, watcher: Watcher) -> None:
+        """From now on this transport, over the same ranks or some of them, ends when the group ends."""
+        transport.watcher = watcher
+        self.transports.append(transport)
+        if self._transport.cause is not None:  # it came in between
+            transport.abort(self._transport.cause)
+        for peer, reason in list(self._transport.gone.items()):
+            self._leave(transport, self._transport.circle.members[peer].rank, reason)
 
     # -- keeping the record ----------------------------------------------------------------------------------------
 
@@ -138,8 +149,9 @@ class Accord(Watcher):
             me, lost = self._name(self._transport.rank), self._name(peer)
             self._abort(PeerLost(f"{me}: lost {lost} in {self.doing()}: {event.text}", (peer,), echo=True))
         elif event.kind == "left":
+            assert event.member is not None
             for transport in self.transports:
-                transport.leave(peer, event.text)
+                self._leave(transport, event.member.rank, event.text)
         elif event.kind == "told" and event.topic == self._transport.circle.name:
             self._answer(peer, msgspec.msgpack.decode(event.body, type=Word))
 
@@ -176,6 +188,12 @@ class Accord(Watcher):
             ranks = cause.ranks if isinstance(cause, PeerLost) else ()
             self._say(Word(type(cause).__name__, text=str(cause), ranks=ranks))
 
+    @staticmethod
+    def _leave(transport: Transport, rank: int, reason: str) -> None:
+        place = transport.circle.place_of(rank)
+        if place is not None:
+            transport.leave(place, reason)
+
     def _abort(self, cause: HoraError) -> None:
         for transport in self.transports:
             transport.abort(cause)
@@ -192,3 +210,36 @@ class Accord(Watcher):
 
     def _name(self, peer: int) -> str:
         return self._transport.name_of(peer)
+
+
+class Deputy(Accord):
+    """The accord of a part of a group. The part's messages carry the stamp of the call of the `whole` that is under
+    way, and whatever is asked or goes wrong in it is passed on to the whole, in the numbers of its ranks."""
+
+    def __init__(self, transport: Transport, control: Control, whole: Accord) -> None:
+        super().__init__(transport, control)
+        self._whole = whole
+        places = [whole.transports[0].circle.place_of(member.rank) for member in transport.circle.members]
+        self._places = [place for place in places if place is not None]
+        assert len(self._places) == transport.size
+        whole.include(transport, self)
+
+    def stand_in(self) -> None:
+        """The messages that follow belong to the call of the whole that is under way."""
+        self._transport.check()
+        self.stamp = self._whole.stamp
+
+    def doing(self) -> str:
+        return self._whole.doing()
+
+    def ranks_of(self, peers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self._places[peer] for peer in peers)
+
+    def waiting(self, peers: tuple[int, ...]) -> None:
+        self._whole.waiting(self.ranks_of(peers))
+
+    def differ(self, peer: int, channel: int) -> HoraError:
+        return self._whole.differ(self._places[peer], channel)
+
+    def break_off(self, cause: HoraError) -> None:
+        self._whole.break_off(cause)

@@ -1,10 +1,10 @@
 """Auto: rank 0 decides which algorithm a size gets, and tells the others.
 
-Where ranks share memory there is nothing to measure: `shared` moves the fewest bytes with the fewest meetings at
-every size, and it chooses its own shape by size. Elsewhere the candidates are measured at the first call, at a few
-sizes that grow until `BUDGET_S` is spent, by rank 0's clock alone: it says before each size whether the measurement
-goes on, so all ranks take part in the same number of calls. Beyond the largest size measured its winner goes on
-winning.
+Where ranks share memory and a host there is nothing to measure: `shared` moves the fewest bytes with the fewest
+meetings at every size, and it chooses its own shape by size. Elsewhere the candidates are measured at the first call,
+at a few sizes that grow until `BUDGET_S` is spent, by rank 0's clock alone: it says before each size whether the
+measurement goes on, so all ranks take part in the same number of calls. Beyond the largest size measured its winner
+goes on winning. With several ranks on a host it is the hosts' leaders who measure.
 
 `deterministic` skips the clock: fixed thresholds, so that two runs take the same path.
 """
@@ -51,8 +51,8 @@ class Table:
 
 
 def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
-    """For groups whose table must be measured: at the first call, by all ranks together."""
-    table = group.auto_table
+    """By the table; where it must be measured, that is done at the first call, by all ranks together."""
+    table = known(group)
     if table is None:
         table = measure(group)
         group.adopt(table)
@@ -62,7 +62,7 @@ def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
 def known(group: Group) -> Table | None:
     """The table, where it takes no measurement."""
     if group.auto_table is None:
-        if group.transport.shares_memory:
+        if group.transport.shares_memory and group.num_hosts == 1:
             group.adopt(Table(((0, "shared"),)))
         elif group.deterministic or group.size == 1:
             group.adopt(Table(FIXED))

@@ -24,8 +24,9 @@ from ..errors import HoraError
 from ..transport import Handle, Registered, Transport
 from ..transport.base import CAME, COLLECTIVES, POINT_TO_POINT
 from . import auto, engine, halving, moves, ring, shared, star, tree
-from .accord import Accord, Plan
+from .accord import Accord, Deputy, Plan
 from .handles import Outside, Pending, Transit, deliver, received
+from .hierarchy import BETWEEN, Between, Hierarchy
 from .reduction import Operation, check_dtype, check_tensor, operation_for
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,9 @@ class Group:
     """Ranks 0 to size − 1 over one transport. Made by the world or by `new_group`, by all its ranks together: where
     they share memory the staging slots are taken here, and OutOfMemory is raised on all of them if that is refused.
 
-    `algorithm` is what "auto" stands for in `all_reduce`; `hosts` says which ranks share a host; `companion(kind)` makes a second transport over the same
-    ranks (the engine's) when a call needs it; `found(ranks, transport)` makes a new group out of some of them.
+    `algorithm` is what "auto" stands for in `all_reduce`; `hosts` says which ranks share a host; `companion(kind)`
+    makes a second transport over the same ranks (the engine's) when a call needs it; `found(ranks, transport, part)`
+    makes a group out of some of them, of its own or as a part of this one: then `whole` is this one.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class Group:
         deterministic: bool = False,
         hosts: Sequence[int] | None = None,
         companion: Callable[[str], Transport] | None = None,
-        found: Callable[[list[int], str], Group | None] | None = None,
+        found: Callable[[list[int], str, bool], Group | None] | None = None,
         closed: Callable[[], None] | None = None,
+        whole: Group | None = None,
     ) -> None:
         self.transport = transport
         self.rank = transport.rank
@@ -79,13 +82,15 @@ class Group:
         self._found = found
         self._closed = closed
         self._engines: dict[str, Transport] = {}
-        self.accord = Accord(transport, control)
+        self._hierarchy: Hierarchy | None = None
+        self.accord: Accord = Accord(transport, control) if whole is None else Deputy(transport, control, whole.accord)
         self._staging = shared.Staging.open(transport) if transport.shares_memory else None
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._turn = threading.RLock()
         self._outstanding = 0
         self._queue: queue.SimpleQueue[tuple[Pending, Plan, Any] | None] | None = None
         self._letters: queue.SimpleQueue[Handle | None] | None = None
+        self._thread: threading.Thread | None = None
         self._thread_done = threading.Event()
         self._unwaited: list[tuple[str, Pending]] = []
 
@@ -101,16 +106,20 @@ class Group:
         algorithm: str = "auto",
         name: str | None = None,
         wait: bool = True,
+        between: Between | None = None,
     ) -> Any:
-        """Everybody's tensor becomes the reduction of all of them, in place. Returns it, or a handle."""
+        """Everybody's tensor becomes the reduction of all of them, in place. Returns it, or a handle.
+
+        Where ranks are on several hosts 'ring', 'shared' and 'auto' go by host (see Hierarchy). With `between` every
+        algorithm does, and this function is what the hosts' leaders exchange by; on one host it is not called."""
         try:
-            key = ("all_reduce", op, algorithm, tensor.dtype, tensor.shape, name)
+            key = ("all_reduce", op, algorithm, between, tensor.is_cuda, tensor.dtype, tensor.shape, name)
             plan = self._plans.get(key)
         except (AttributeError, TypeError):
             check_tensor(tensor)
             raise
         if plan is None:
-            plan = self._plan_all_reduce(key, tensor, op, algorithm, name)
+            plan = self._plan_all_reduce(key, tensor, op, algorithm, between)
         return self._issue(plan, tensor, wait)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, name: str | None = None, wait: bool = True) -> Any:
@@ -253,7 +262,7 @@ class Group:
 
         def gather(_: None) -> Group | Outside:
             moves.barrier(self)
-            return found(chosen, transport) or Outside(self.rank, chosen)
+            return found(chosen, transport, False) or Outside(self.rank, chosen)
 
         text = f"new_group of ranks {chosen} over {transport}"
         return self._issue(self._plan(("new_group", tuple(chosen), transport), text, gather), None, True)
@@ -314,6 +323,25 @@ class Group:
                 raise self.accord.differ(peer, COLLECTIVES)
 
     @property
+    def num_hosts(self) -> int:
+        return len(set(self.hosts))
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """What this rank has given to each rank of the group over links, also between the leaders of hosts. What others
+        read in shared memory was not sent, and what an engine's own collectives send is the engine's business."""
+        totals = list(self.transport.sent_bytes)
+        if self._hierarchy is not None:
+            self._hierarchy.add_sent_bytes(totals)
+        return totals
+
+    @property
+    def crossed_bytes(self) -> int:
+        """Of these, what went to other hosts."""
+        mine = self.hosts[self.rank]
+        return sum(sent for sent, host in zip(self.sent_bytes, self.hosts, strict=True) if host != mine)
+
+    @property
     def staging(self) -> shared.Staging:
         """The shared slots that ordinary tensors pass through."""
         if self._staging is None:
@@ -332,8 +360,7 @@ class Group:
             if self._companion is None:
                 raise HoraError("this group has no engine")
             found = self._engines[backend] = self._companion(f"engine:{backend}")
-            found.watcher = self.accord
-            self.accord.transports.append(found)
+            self.accord.include(found, self.accord)
         return found
 
     def adopt(self, table: auto.Table) -> None:
@@ -384,23 +411,49 @@ class Group:
         return plan
 
     def _plan_all_reduce(
-        self, key: tuple[Any, ...], tensor: torch.Tensor, op: str, algorithm: str, name: str | None
+        self, key: tuple[Any, ...], tensor: torch.Tensor, op: str, algorithm: str, between: Between | None
     ) -> Plan:
         chosen = self.algorithm if algorithm == "auto" else algorithm
         if chosen not in ALGORITHMS:
             raise ValueError(f"unknown algorithm {algorithm!r}; there are: {', '.join(ALGORITHMS)}")
         check_tensor(tensor)
         operation = operation_for(op, tensor.dtype)
-        table = auto.known(self) if chosen == "auto" else None
-        reduce = ALGORITHMS[table.choose(tensor.numel() * tensor.element_size()) if table else chosen]
-        if chosen == "shared":
-            _ = self.staging  # refuses here, before any rank is under way
-        in_place = self._in_place if chosen != "engine" else self._on_device
         text = f"all_reduce {op} of {_tensor_text(tensor)}" + (f" by {chosen}" if chosen != "auto" else "")
+        if between is not None and self.num_hosts > 1:
+            text += f" and {getattr(between, '__name__', type(between).__name__)} between hosts"
+        reduce = self._route(chosen, tensor.numel() * tensor.element_size(), between)
+        if tensor.is_cuda and between is None and (chosen == "engine" or chosen in BETWEEN):
+            text += " on cuda"  # all ranks or none: some of them do not reach the others' GPUs
+            if chosen != "engine":
+                reduce = functools.partial(engine.by_gpu, by_host=reduce)
+            return self._plan(key, text, lambda t: self._on_device(t, lambda flat: reduce(self, flat, operation)))
+        in_place = self._in_place if chosen != "engine" else self._on_device
         return self._plan(key, text, lambda t: in_place(t, lambda flat: reduce(self, flat, operation)))
 
+    def _route(self, chosen: str, num_bytes: int, between: Between | None) -> Algorithm:
+        """Which way a vector on the host takes."""
+        if self.num_hosts > 1:
+            if between is not None:
+                return functools.partial(_by_host, between=between)
+            if chosen in BETWEEN:
+                if self.num_hosts < self.size:
+                    return functools.partial(_by_host, between=BETWEEN[chosen])
+                chosen = "ring" if chosen == "shared" else chosen
+        table = auto.known(self) if chosen == "auto" else None
+        if chosen == "shared":
+            _ = self.staging  # refuses here, before any rank is under way
+        return ALGORITHMS[table.choose(num_bytes) if table else chosen]
+
+    def by_host(self, flat: torch.Tensor, operation: Operation, between: Between) -> None:
+        """Reduces by the group's hierarchy, which is made at first use, by all ranks in the same call."""
+        if self._hierarchy is None:
+            assert self._found is not None
+            found = self._found
+            self._hierarchy = Hierarchy(self, lambda ranks, kind: found(ranks, kind, True))
+        self._hierarchy.all_reduce(self, flat, operation, between)
+
     def _issue(self, plan: Plan, argument: Any, wait: bool) -> Any:
-        if wait and not self._outstanding:
+        if wait and (not self._outstanding or threading.current_thread() is self._thread):
             with self._turn:
                 return self.perform(plan, argument)
         if isinstance(argument, torch.Tensor) and argument.is_cuda:
@@ -411,7 +464,8 @@ class Group:
             self._outstanding += 1
         if self._queue is None:
             self._queue = queue.SimpleQueue()
-            threading.Thread(target=self._work, args=(self._queue,), name="hora-group", daemon=True).start()
+            self._thread = threading.Thread(target=self._work, args=(self._queue,), name="hora-group", daemon=True)
+            self._thread.start()
         self._queue.put((pending, plan, argument))
         return pending.wait() if wait else pending
 
@@ -443,6 +497,7 @@ class Group:
 
     def _on_device(self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None]) -> torch.Tensor:
         plain = tensor.detach()
+        _refuse_expanded(plain)
         flat = plain.resolve_neg().contiguous().view(-1)
         work(flat)
         if flat.data_ptr() != plain.data_ptr():
@@ -456,8 +511,7 @@ class Group:
             tensor = tensor.detach()
         if tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg():
             return (tensor if tensor.dim() == 1 else tensor.view(-1)), None
-        if 0 in tensor.stride() and tensor.numel() > 1:
-            raise ValueError("an expanded tensor has several names for one place; clone() it first")
+        _refuse_expanded(tensor)
         copy = tensor.to("cpu").resolve_neg().contiguous()
 
         def bring_back() -> None:
@@ -499,12 +553,23 @@ class Group:
         for text, pending in self._unwaited:
             if pending.unseen is not None:
                 log.error("%s failed, and its handle was never waited for: %s", text, pending.unseen)
+        if self._hierarchy is not None:
+            self._hierarchy.close()
         for transport in (self.transport, *self._engines.values()):
             transport.close()
         self._plans.clear()
         self._staging = None
         if self._closed:
             self._closed()
+
+
+def _by_host(group: Group, flat: torch.Tensor, operation: Operation, between: Between) -> None:
+    group.by_host(flat, operation, between)
+
+
+def _refuse_expanded(tensor: torch.Tensor) -> None:
+    if 0 in tensor.stride() and tensor.numel() > 1:
+        raise ValueError("an expanded tensor has several names for one place; clone() it first")
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,12 @@
     └─ │ ────────┘             └─ │ ────────┘
        └────────── ring ──────────┘                  leaders: the first rank of each host
 
-    inside      every rank's vector is added up in its host's memory
+    gather      the leader adds up the vectors of its host out of their memory
     between     the leaders agree on the sum of all, by a ring, by what `auto` measured, or compressed (`between`)
-    inside      the leader's result goes to the others of its host
+    spread      the leader's result goes to the others of its host
 
-So each host's link carries 2(h−1)/h of the data once with h hosts, whatever the ranks per host.
+So each host's link carries 2(h−1)/h of the data once with h hosts, whatever the ranks per host. Half precision is
+rounded once inside a host, and between hosts as `between` does it: the ring at every hop.
 """
 
 from __future__ import annotations
@@ -19,61 +20,82 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import ring, shared, tree
+from ..errors import HoraError
+from . import auto, moves, ring, shared, tree
+from .accord import Deputy
 from .reduction import OPERATIONS, Operation
 
 if TYPE_CHECKING:
     from .base import Group
 
 Between = Callable[["Group", torch.Tensor, Operation], None]
-"""`between(leaders, flat, operation)`: every leader's flat becomes the reduction of all of them, in place. The operation
-divides nothing."""
+"""`between(leaders, flat, operation)`: every leader's flat becomes the reduction of all of them, in place. The
+operation divides nothing. There are two leaders at least, and all of them call it in the same call."""
+
+BETWEEN: dict[str, Between] = {"ring": ring.all_reduce, "shared": ring.all_reduce, "auto": auto.all_reduce}
+
+Found = Callable[[list[int], str], "Group | None"]
 
 
 class Hierarchy:
-    """Made by all ranks of `group` together, in one call of it. `inner` is None for a rank that is alone on its host,
-    `leaders` where this rank is not the first of its host."""
+    """Made by all ranks of `group` together, in one call of it; `found(ranks, kind)` makes its parts.
 
-    def __init__(self, group: Group, found: Callable[[list[int], str], Group | None]) -> None:
+    `inner` is None for a rank that is alone on its host, `leaders` where this rank is not the first of its host. With
+    one rank on every host the leaders are the group itself.
+    """
+
+    def __init__(self, group: Group, found: Found) -> None:
+        moves.barrier(group)  # all mean the same call
         firsts = sorted({group.hosts.index(host) for host in group.hosts})
-        mates = [rank for rank in range(group.size) if group.hosts[rank] == group.hosts[group.rank]]
-        self.num_hosts = len(firsts)
-        self.mates = mates
-        self.leads = mates[0] == group.rank
-        self.inner = found(mates, "auto") if len(mates) > 1 else None
-        self.leaders = found(firsts, group.transport.kind) if self.leads else None
-        for part in (self.inner, self.leaders):
-            if part is not None:
-                group.accord.transports.append(part.transport)
+        self._mates = [rank for rank in range(group.size) if group.hosts[rank] == group.hosts[group.rank]]
+        self._firsts = firsts
+        self.inner = found(self._mates, "auto") if len(self._mates) > 1 else None
+        self.leaders: Group | None = None
+        if len(firsts) == group.size:
+            self.leaders = group
+        elif self._mates[0] == group.rank:
+            self.leaders = found(firsts, group.transport.kind)
+        pairs = ((self.inner, self._mates), (self.leaders, firsts))
+        self._parts = [(part, ranks) for part, ranks in pairs if part is not None and part is not group]
 
     def all_reduce(self, group: Group, flat: torch.Tensor, operation: Operation, between: Between) -> None:
-        text = group.accord.doing()
         plain = OPERATIONS["sum"] if operation.mean else operation
+        for part, _ in self._parts:
+            assert isinstance(part.accord, Deputy)
+            part.accord.stand_in()
+            part.transport.background = group.transport.background
         if self.inner is not None:
-            self.inner.announce(text)
-            with self.inner.part():
-                self._gather(self.inner, flat, plain)
+            _gather(self.inner, flat, plain)
         if self.leaders is not None:
-            self.leaders.announce(text)
-            with self.leaders.part():
+            try:
                 between(self.leaders, flat, plain)
-                operation.finish(flat, group.size)
+            except ValueError as mistake:  # only leaders see it; the others must not wait for them
+                raise HoraError(f"{group.transport.name_of(group.rank)}: {mistake}") from mistake
+            operation.finish(flat, group.size)
         if self.inner is not None:
-            with self.inner.part():
-                tree.down(self.inner, flat, root=0)
+            _spread(self.inner, flat)
 
-    @staticmethod
-    def _gather(inner: Group, flat: torch.Tensor, operation: Operation) -> None:
-        if inner.transport.shares_memory:
-            shared.all_reduce(inner, flat, operation)
-        else:
-            tree.up(inner, flat, operation, root=0)
+    def add_sent_bytes(self, totals: list[int]) -> None:
+        """Adds what this rank sent over the parts, by rank of the group."""
+        for part, ranks in self._parts:
+            for rank, num_bytes in zip(ranks, part.transport.sent_bytes, strict=True):
+                totals[rank] += num_bytes
 
     def close(self) -> None:
-        for part in (self.inner, self.leaders):
-            if part is not None:
-                part.close()
+        for part, _ in self._parts:
+            part.close()
 
 
-def ring_between(leaders: Group, flat: torch.Tensor, operation: Operation) -> None:
-    ring.all_reduce(leaders, flat, operation)
+def _gather(inner: Group, flat: torch.Tensor, operation: Operation) -> None:
+    """The leader's `flat` becomes the reduction of its host's; the others' are spoilt or stay as they are."""
+    if inner.transport.shares_memory:
+        shared.reduce(inner, flat, operation)
+    else:
+        tree.up(inner, flat, operation, root=0)
+
+
+def _spread(inner: Group, flat: torch.Tensor) -> None:
+    if inner.transport.shares_memory:
+        shared.broadcast(inner, flat)
+    else:
+        tree.down(inner, flat, root=0)

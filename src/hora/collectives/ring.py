@@ -6,9 +6,11 @@
 The vector is cut into n chunks; all indices are mod n, i counts from 0 to n − 2 in each phase:
 
 - *scatter-reduce*, step i: rank j sends chunk j − i to j + 1 and reduces chunk j − i − 1 from j − 1. After it rank j
-  owns
-  chunk j + 1, complete.
+  owns chunk j + 1, complete.
 - *all-gather*, step i: rank j sends chunk j + 1 − i and receives chunk j − i.
+
+What a rank receives in one step it sends in the next. Large chunks travel in segments, each sent on as soon as it has
+been reduced, while the rest of its chunk still arrives: so no link falls silent between two steps.
 
 Steps: 2(n−1). Sent per rank: 2(n−1)/n of the data, only to j + 1. Half precision is rounded at every hop.
 """
@@ -19,18 +21,34 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..transport import Handle
 from .reduction import Operation
 from .schedule import bounds
 
 if TYPE_CHECKING:
     from .base import Group
 
+SEGMENT_BYTES = 512 << 10
+
 
 def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
-    chunks = [flat[start:stop] for start, stop in bounds(flat.numel(), group.size)]
-    scatter_reduce(group, chunks, operation, owner_shift=1)
-    operation.finish(chunks[(group.rank + 1) % group.size], group.size)
-    all_gather(group, chunks, owner_shift=1)
+    n, j = group.size, group.rank
+    if n == 1:
+        return
+    right, left = (j + 1) % n, (j - 1) % n
+    length = SEGMENT_BYTES // flat.element_size()
+    chunks = [flat[start:stop].split(length) for start, stop in bounds(flat.numel(), n)]
+    sending: list[Handle] = [group.give(right, segment) for segment in chunks[j]]
+    last = 2 * n - 3
+    for step in range(last + 1):  # scatter-reduce up to n − 2, then all-gather
+        for segment in chunks[(j - step - 1) % n]:
+            group.take(left, segment, operation.combine if step < n - 1 else None).wait()
+            if step == n - 2:
+                operation.finish(segment, n)
+            if step < last:
+                sending.append(group.give(right, segment))
+    for handle in sending:
+        handle.wait()
 
 
 def scatter_reduce(group: Group, chunks: list[torch.Tensor], operation: Operation, owner_shift: int) -> None:

@@ -1,6 +1,7 @@
 """Shared memory all-reduce on one host: every rank reduces its own 1/n straight out of its peers' memory.
 
-Three shapes of the same idea, each a number of *turns* at registered memory (see Registered):
+Three shapes of the same idea, each a number of *turns* at registered memory (see Registered); `reduce` and `broadcast`
+go through the same slots, to rank 0 and from it:
 
 - *registered* data (`reduce_registered`): raise the flag, wait for all; reduce my share of all parts into my own
   part; raise the flag again, wait for all. The result is the memory's `whole`: one contiguous view, read-only by
@@ -143,6 +144,42 @@ def _shares(group: Group, staging: Staging, count: int, chunk: Sequence[torch.Te
     for peer in group.others:
         registered.await_signal(peer, 4 * turn + REDUCED)
         chunk[peer].copy_(slots[peer][peer])
+
+
+def reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
+    """Rank 0's `flat` becomes the reduction of all, the others' stay as they are: they copy in, rank 0 adds up."""
+    staging, registered = group.staging, group.staging.registered
+    for chunk in _through_slots(staging, flat):
+        turn = registered.turn
+        registered.turn = turn + 1
+        parts = staging.wholes(flat.dtype, chunk.numel())[turn & 1]
+        if group.rank:
+            parts[group.rank].copy_(chunk)
+            group.meet(registered, turn)
+        else:
+            group.meet(registered, turn)
+            operation.reduce([chunk, *parts[1:]], chunk)
+
+
+def broadcast(group: Group, flat: torch.Tensor) -> None:
+    """Everybody's `flat` becomes rank 0's, which copies it in once for all."""
+    staging, registered = group.staging, group.staging.registered
+    for chunk in _through_slots(staging, flat):
+        turn = registered.turn
+        registered.turn = turn + 1
+        source = staging.wholes(flat.dtype, chunk.numel())[turn & 1][0]
+        if group.rank:
+            group.meet(registered, turn)
+            chunk.copy_(source)
+        else:
+            source.copy_(chunk)
+            group.meet(registered, turn)
+
+
+def _through_slots(staging: Staging, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The chunks that fit into a slot; an empty vector is one empty chunk, so that its ranks meet too."""
+    counts, _ = staging.chunks(flat.numel(), flat.element_size())
+    return flat.split(counts) if counts else (flat,)
 
 
 @dataclasses.dataclass

@@ -2,7 +2,8 @@
 
 A process that dies closes its connections; a host that loses power or its link closes nothing, and TCP by itself would
 wait for a quarter of an hour. So between hosts the kernel asks the other kernel every second. A process that is slow,
-or holds its interpreter's lock, is not asked and not at fault: its kernel answers for it.
+or holds its interpreter's lock, is not asked and not at fault: its kernel answers for it, as long as it has room for
+what arrives, some hundred kilobytes of words that nobody reads.
 """
 
 from __future__ import annotations

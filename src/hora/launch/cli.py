@@ -92,6 +92,19 @@ def hora(ctx: click.Context) -> None:
     help="The same from a file, one host per line as `a:2` or `a slots=2`, e.g. --hostfile hosts.txt.",
 )
 @click.option(
+    "--engine",
+    type=click.Choice(["ray"]),
+    help="What places the processes on a cluster instead: ray, e.g. --engine ray -n 8. The cluster is the one that "
+    "RAY_ADDRESS names or that runs here; without any, one is started for this run. Needs the ray package.",
+)
+@click.option(
+    "--gpus",
+    type=float,
+    metavar="G",
+    help="With --engine ray: GPUs for each worker, e.g. --gpus 1. Without it: one each if the cluster has enough, "
+    "else none.",
+)
+@click.option(
     "--ssh",
     metavar="COMMAND",
     default="ssh",
@@ -259,6 +272,8 @@ def run(
     size: int | None,
     hosts: str | None,
     hostfile: str | None,
+    engine: str | None,
+    gpus: float | None,
     ssh: str,
     python: str | None,
     interface: str | None,
@@ -323,16 +338,18 @@ def run(
             trace=trace_path,
             tensorboard=tensorboard,
             hosts=machines,
+            engine=engine,
+            gpus=gpus,
             ssh=ssh,
             python=python,
             interface=interface,
             env=tuple(_variable(each) for each in env),
             forward=forward,
         )
-        if machines:
-            from .hosts import spread
+        if machines or engine is not None:
+            from .hosts import ray, spread
 
-            return spread.run(config, spread.by_ssh)
+            return spread.run(config, ray.by_ray if engine is not None else spread.by_ssh)
         return local.run(config) if join is None else joining.join(config)
     except ValueError as error:
         raise click.UsageError(str(error), ctx) from None

@@ -56,6 +56,8 @@ class RunConfig:
     env: tuple[tuple[str, str], ...] = ()
     forward: tuple[str, ...] = ()
     interface: str | None = None
+    engine: str | None = None  # what places the processes on other machines, if it is not ssh: ray
+    gpus: float | None = None  # of each worker, for the engine; None: one if there are enough
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -135,14 +137,19 @@ class RunConfig:
                 raise ValueError(f"--env takes NAME=VALUE, not {name!r}; e.g. --env NCCL_DEBUG=INFO")
             if name in NAMES:
                 raise ValueError(f"--env {name}: that is the launcher's own to say; leave it out")
-        if self.hosts:
+        if self.gpus is not None and (self.engine is None or not 0 <= self.gpus < float("inf")):
+            how = "takes a number of 0 or more" if self.engine else "does nothing without --engine ray"
+            raise ValueError(f"--gpus {self.gpus:g} {how}; e.g. --engine ray --gpus 1")
+        if self.hosts and self.engine is not None:
+            raise ValueError(f"--hosts with --engine {self.engine}: either you name the hosts or the engine finds them")
+        if self.hosts or self.engine is not None:
             if self.join is not None:
-                raise ValueError("--hosts with --join: workers join from the machine that the command runs on")
+                raise ValueError("--join with other hosts: workers join from the machine that the command runs on")
             return
         given = {"--interface": self.interface, "--python": self.python, "--forward": self.forward}
         for flag, value in given.items():
             if value:
-                raise ValueError(f"{flag} does nothing without --hosts or --hostfile; e.g. --hosts a:2,b:2")
+                raise ValueError(f"{flag} does nothing without --hosts, --hostfile or --engine; e.g. --hosts a:2,b:2")
 
     def _check_serve(self) -> None:
         if self.serve is None or self.serve.source != "newest" or self.strategy is None:

@@ -2,7 +2,8 @@
 
 Parcels go out in the order of the model, what the next forward needs first, and each is read as soon as its server says
 so, while later ones are still on their way. On one host a gradient is copied once, into memory that the server reads in
-place, and a block is copied once, out of memory that the server writes; a block's word proves that it was whole.
+place, and a block is copied once, out of memory that the server writes; a block's word proves that it was whole. Over a
+network gradients may be encoded (`Wire`), and workers of one host may send one for all of them (`Fold`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import secrets
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ..transport.line import Closed, Line
 from ..transport.passing import Passing
 from ..transport.tcp import memory_of, tune
 from . import messages
+from .fold import Fold
 from .layout import Block, Layout, Parcel
 from .link import Link
 from .loop import PURPOSE, near_address
@@ -58,6 +60,8 @@ from .messages import (
     Welcome,
 )  # fmt: skip
 from .rows import num_bytes, to_bytes
+from .state import Rules
+from .wire import Wire
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +91,7 @@ class Client:
         timeout_s: float,
         check: Check,
         targets: Callable[[Block], torch.Tensor],
+        rules: Rules,
         shared: bool = True,
         colocated: bool = False,
     ) -> None:
@@ -95,8 +100,14 @@ class Client:
         self.name = name
         self.layout = layout
         self.links = [Link(number, part, dtypes) for number, part in enumerate(layout.parts)]
+        for link in self.links:
+            link.wire = Wire(rules.wire, rules.codec, link.part, dtypes)
         self.check = check
         self.pushed_bytes = 0  # of gradients, sent or laid out for a server to read
+        self.plain_bytes = 0  # what these would be if none were encoded
+        self.fold: Fold | None = None
+        self._rules = rules
+        self._spreading: list[tuple[Link, Parcel]] = []  # what the mates are to get of the step under way
         self.lags: list[int] = []
         self._sent_at = 0  # when the last push was done, for the trace
         self._targets = targets
@@ -224,6 +235,8 @@ class Client:
             self._colocated and event.kind == "died" and event.member.rank < len(self.links)
         ):
             self._ended[event.member.rank] = f"{event.member}: {event.text}"
+            if self.fold is not None:  # who waits for a mate does not look at the servers
+                self.fold.abort(self._gone(event.member.rank))
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -232,21 +245,56 @@ class Client:
 
         `gradient(block)` is that block's as a vector, None if it has none, or a sparse tensor of its rows."""
         order = self._order.get(begin.optimizer, [])
+        fold = self.fold
+        self._spreading = [(link, parcel) for link, parcel in order if fold is not None and fold.carries(link, parcel)]
         started, pushed_bytes = spans.clock() if spans.on else 0, self.pushed_bytes
         self._deferring = defer
-        for link in self.links:
-            begin.parcels = sum(parcel.optimizer == begin.optimizer for parcel in link.part.parcels)
-            link.outstanding = {p.number for p in link.part.parcels if p.optimizer == begin.optimizer}
-            link.readies.clear()
-            self._send(link, begin)
-        self.lags.clear()
-        for link, parcel in order:
-            self._push(link, parcel, begin.step, gradient)
-            self._turn(0)
+        worth = begin.weight * begin.scale if self._rules.mode == "sync" else begin.scale
+        with self._breaking_off():
+            if fold is not None:
+                fold.agree(worth, order, [[gradient(b) is not None for b in p.blocks] if p.whole else ()
+                                          for _, p in order])  # fmt: skip
+            factors = self._begin(begin, worth)
+            self.lags.clear()
+            for link, parcel in order:
+                self._push(link, parcel, begin.step, gradient, factors[link.number])
+                self._turn(0)
         if spans.on:
             self._sent_at = spans.clock()
             for lane in (TRAINING, COMMUNICATION):
                 spans.add(lane, "push", started, self._sent_at, step=begin.step, bytes=self.pushed_bytes - pushed_bytes)
+
+    def _begin(self, begin: Begin, worth: float) -> list[float]:
+        """Tells all servers that a step begins; what multiplies the gradients here already, by server.
+
+        A rounding error counts the same whenever it is fed back: so what a gradient counts goes in before rounding."""
+        factors = []
+        for link in self.links:
+            mine = [parcel for parcel in link.part.parcels if parcel.optimizer == begin.optimizer]
+            folds = self.fold if any(link is each for each, _ in self._spreading) else None
+            link.outstanding = {p.number for p in mine if folds is None or folds.leads or not p.whole}
+            link.readies.clear()
+            begin.parcels = len(link.outstanding)
+            begin.carrier, begin.factor, factor = -1, None, 1.0
+            if link.encodes:
+                begin.factor, factor = 1.0, worth
+            elif folds is not None:
+                begin.factor, factor = folds.total, worth / folds.total if folds.total else 0.0
+            if folds is not None and not folds.leads:
+                begin.carrier = folds.leader
+            self._send(link, begin)
+            factors.append(factor)
+        return factors
+
+    @contextlib.contextmanager
+    def _breaking_off(self) -> Iterator[None]:
+        """What ends this worker's step ends its mates' too, with the same words."""
+        try:
+            yield
+        except HoraError as problem:
+            if self.fold is not None and type(problem) in (HoraError, PeerLost, Timeout):
+                self.fold.break_off(problem)
+            raise
 
     def look_up(self, index: int, ids: torch.Tensor) -> torch.Tensor:
         """The rows with these ids, in order and each once, of the table that parameter `index` stands for. Blocks."""
@@ -288,35 +336,63 @@ class Client:
         except Closed as problem:
             raise self._lost(link, problem) from None
 
-    def _push(self, link: Link, parcel: Parcel, step: int, gradient: Callable[[Block], torch.Tensor | None]) -> None:
+    def _push(
+        self, link: Link, parcel: Parcel, step: int, gradient: Callable[[Block], torch.Tensor | None], factor: float
+    ) -> None:
         if parcel.table is not None:
             self._push_rows(link, parcel, step, gradient(parcel.blocks[0]))
             return
+        fold = self.fold if self.fold is not None and self.fold.carries(link, parcel) else None
         have: list[bool] = []
         rows = None
-        staged = link.staged[parcel.number]
         length = parcel.num_bytes
-        for block, room in zip(parcel.blocks, staged, strict=True):
+        blank = fold is not None or link.encodes  # others are added to it, or all of it is encoded
+        for block, room in zip(parcel.blocks, link.staged[parcel.number], strict=True):
             given = gradient(block)
             have.append(given is not None)
             if given is None:
-                continue
-            self.pushed_bytes += num_bytes([given])
-            if given.is_sparse:
+                if blank and parcel.whole:
+                    room.zero_()
+            elif given.is_sparse:
                 values = given.values()
                 room[: values.numel()].copy_(values.reshape(-1))
                 rows = [to_bytes(given.indices()[0])]
                 length = values.numel() * room.element_size()
+            elif factor != 1.0 and parcel.whole:
+                torch.mul(given, factor, out=room) if given.dtype == room.dtype else room.copy_(given).mul_(factor)
             else:
                 room.copy_(given)
+        place = link.gradients.data[parcel.at : parcel.at + parcel.num_bytes]
+        if fold is not None:
+            have = [fold.has(link, block) for block in parcel.blocks]
+            if any(have):
+                fold.gather(parcel, place, link.dtype(parcel))
+            if not fold.leads:
+                return
+        self._send_gradients(link, parcel, step, have, rows, place[:length])
+
+    def _send_gradients(
+        self, link: Link, parcel: Parcel, step: int, have: list[bool], rows: list[bytes] | None, data: torch.Tensor
+    ) -> None:
+        """What lies staged, over the line, or where the server reads it."""
+        blocks = list(zip(parcel.blocks, link.staged[parcel.number], have, strict=True))
+        num_rows_bytes = sum(map(len, rows or ()))
+        plain_bytes = len(data) if rows else sum(room.numel() * room.element_size() for _, room, has in blocks if has)
         known = link.base if link.held is None else link.held
         base = [known[block.number] for block in parcel.blocks]
         message = Push(step, parcel.number, base, None if all(have) else have, rows)
-        if link.shared:
+        self.plain_bytes += plain_bytes + num_rows_bytes
+        if link.shared or not any(have):
+            self.pushed_bytes += plain_bytes + num_rows_bytes
             self._send(link, message)
             return
-        payload = link.gradients.data[parcel.at : parcel.at + length] if any(have) else None
-        self._send(link, message, payload, parcel.number % len(link.lines))
+        if link.wire.num_bytes(parcel, link.wire.name) is not None:
+            message.wire = link.wire.name
+            data = link.wire.encode(parcel, data, [link.span(parcel, block) for block, _, has in blocks if has],
+                                    link.errors)  # fmt: skip
+            plain_bytes = len(data)
+        self.pushed_bytes += plain_bytes + num_rows_bytes
+        self._send(link, message, data, parcel.number % len(link.lines))
 
     def pull(self) -> list[Ready]:
         """Waits for the rest of the step's parcels and reads them; what the servers said of them."""
@@ -325,12 +401,43 @@ class Client:
         deferred, self._deferred = self._deferred, []
         for link, ready in deferred:
             self._take(link, ready)
+        spreading, self._spreading = self._spreading, []
+        with self._breaking_off():
+            if self.fold is not None and spreading:
+                self._spread(self.fold, spreading)
+            self._wait(lambda: not any(link.outstanding for link in self.links))
+        if spans.on:
+            spans.add(TRAINING, "pull", begin)
+            spans.add(COMMUNICATION, "pull", self._sent_at or begin)  # the answer to what was pushed
+            self._sent_at = 0
+        return [ready for link in self.links for ready in link.readies]
+
+    def _spread(self, fold: Fold, parcels: Sequence[tuple[Link, Parcel]]) -> None:
+        """The leader's parcels to its mates, in the order of the model, which is about that of their arrival."""
+        if not fold.leads:  # what others may wait for is on its way before this worker waits for the leader
+            self._wait(lambda: not any(line.pending for link in self.links for line in link.lines))
+        for link, parcel in parcels:
+            if fold.leads:
+                self._wait(functools.partial(_is_read, link, parcel))
+            fold.spread(parcel, link.parameters.data[parcel.at : parcel.at + parcel.num_bytes])
+        numbers = {(link.number, parcel.number) for link, parcel in parcels}
+        said = [(link.number, ready) for link in self.links for ready in link.readies
+                if (link.number, ready.parcel) in numbers]  # fmt: skip
+        for number, ready in fold.tell(said):
+            if not fold.leads:
+                self._take(self.links[number], ready)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Moves what can be moved until it is `done`; says who is missing, and gives up when that is too long."""
         started = time.monotonic()
         next_word = SLOW_S
-        while any(link.outstanding for link in self.links):
+        while not done():
             if self._turn(SLICE_S * 1000):
                 continue
             self.check()
+            for link in self.links:
+                if link.outstanding and link.number in self._ended:  # a host that vanishes closes no connection
+                    raise self._lost(link, "it was reported dead")
             waited = time.monotonic() - started
             if waited >= next_word:
                 next_word *= 2
@@ -338,11 +445,6 @@ class Client:
             if waited >= self._timeout_s:
                 raise Timeout(f"{self.name} has waited {waited:.0f} s for {self._whom()}; gave up after "
                               f"timeout_s={self._timeout_s:g}")  # fmt: skip
-        if spans.on:
-            spans.add(TRAINING, "pull", begin)
-            spans.add(COMMUNICATION, "pull", self._sent_at or begin)  # the answer to what was pushed
-            self._sent_at = 0
-        return [ready for link in self.links for ready in link.readies]
 
     def hold(self) -> None:
         """What is read from now on is newer than what the next gradients are based on."""
@@ -352,6 +454,7 @@ class Client:
     def refresh(self) -> list[Ready]:
         """All parameters as they are now."""
         self._num_pulls += 1
+        self._spreading = []  # of a step that was broken off
         for link in self.links:
             link.outstanding = {parcel.number for parcel in link.part.parcels}
             link.readies.clear()
@@ -463,7 +566,7 @@ class Client:
                 if isinstance(answer, kinds):
                     return link.answers.pop(position)
             if not self._turn(SLICE_S * 1000):
-                self.check()
+                self._check_alive(link)
                 if time.monotonic() > deadline:
                     raise Timeout(f"{self.name} has waited {self._timeout_s:.0f} s for server {link.number}")
 
@@ -477,20 +580,26 @@ class Client:
         deadline = time.monotonic() + CAUSE_S
         while time.monotonic() < deadline:
             self.check()
+            self._control.check()
             if link.number in self._ended:
-                return PeerLost(f"{self.name}: lost {self._ended[link.number]}; its parameters are lost with it",
-                                (), echo=True)  # fmt: skip
+                return self._gone(link.number)
             time.sleep(0.005)
         return PeerLost(
             f"{self.name}: lost server {link.number}: {problem}; its parameters are lost with it", (), echo=True
         )
 
+    def _gone(self, server: int) -> PeerLost:
+        return PeerLost(f"{self.name}: lost {self._ended[server]}; its parameters are lost with it", (), echo=True)
+
     def _check_alive(self, link: Link) -> None:
         self.check()
         if link.number in self._ended:
-            raise PeerLost(f"{self.name}: lost {self._ended[link.number]}", (), echo=True)
+            raise self._lost(link, "it was reported dead")
 
     def close(self) -> None:
+        if self.fold is not None:
+            self.fold.close()
+            self.fold = None
         for link in self.links:
             for line in link.lines:
                 with contextlib.suppress(HoraError):
@@ -499,6 +608,10 @@ class Client:
                 line.close()
         if self._passing is not None:
             self._passing.close()
+
+
+def _is_read(link: Link, parcel: Parcel) -> bool:
+    return parcel.number not in link.outstanding
 
 
 def _room(num_rows: int, parcel: Parcel) -> torch.Tensor:

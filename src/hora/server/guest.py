@@ -16,6 +16,7 @@ from .messages import Fill, Hello, Keep, Load, Message, Push, Ready
 from .rows import ROW_BYTES, checked, from_bytes
 from .shelf import Gradient, views
 from .table import Spec
+from .wire import Wire
 
 FETCH_S = 2.0  # a worker offers its memory before it says Hello; the server waits for nobody
 
@@ -27,8 +28,9 @@ class Guest:
     read: HoraError names what does not fit."""
 
     def __init__(
-        self, line: Line, part: Part, dtypes: Sequence[torch.dtype], server: int, most_blob_bytes: int
-    ) -> None:
+        self, line: Line, part: Part, dtypes: Sequence[torch.dtype], server: int, most_blob_bytes: int,
+        wire: Wire | None = None,
+    ) -> None:  # fmt: skip
         self.lines = [line]
         self.shared = False
         self.blob = bytearray()  # what came with the last Load or Keep
@@ -37,8 +39,10 @@ class Guest:
         self._dtypes = dtypes
         self._server = server
         self._most_blob_bytes = most_blob_bytes
+        self._wire = wire or Wire("fp32", None, part, dtypes)
         self._memory: Memory
         self._copies: Memory | None = None
+        self._came: dict[int, int] = {}  # bytes that lie encoded in the place of a parcel
         self._loose: dict[int, bytearray] = {}  # rows for tables, by the id of the Push that they came behind
 
     def furnish(self, hello: Hello, passing: Passing | None) -> None:
@@ -79,6 +83,8 @@ class Guest:
             return [self._table_gradient(push, parcel.table)]
         if len(push.base) != len(parcel.blocks) or (push.have is not None and len(push.have) != len(parcel.blocks)):
             raise HoraError(f"a gradient for parcel {push.parcel} that has {len(push.base)} blocks")
+        if push.wire:
+            self._decode(push)
         found: list[Gradient] = list(self.gradients[push.parcel])
         if push.have is not None:
             found = [view if has else None for view, has in zip(found, push.have, strict=True)]
@@ -91,6 +97,15 @@ class Guest:
             found = [torch.sparse_coo_tensor(rows[None], values, (num_rows, parcel.row), is_coalesced=True,
                                              check_invariants=False)]  # fmt: skip
         return found
+
+    def _decode(self, push: Push) -> None:
+        """What came encoded, into its place; what came lies at the beginning of it."""
+        parcel = self._part.parcels[push.parcel]
+        num_bytes = self._wire.num_bytes(parcel, push.wire)
+        if num_bytes is None or self.shared or self._came.pop(push.parcel, None) != num_bytes:
+            raise HoraError(f"a gradient of parcel {push.parcel} that is not {num_bytes} bytes of wire={push.wire}")
+        place = self._memory.data[parcel.at : parcel.at + parcel.num_bytes]
+        self._wire.decode(parcel, place[:num_bytes].clone(), place)
 
     def _table_gradient(self, push: Push, table: Spec) -> Gradient:
         data = self._loose.pop(id(push), b"")
@@ -120,6 +135,10 @@ class Guest:
                 if num_bytes == len(message.rows[0]) // ROW_BYTES * parcel.table.row_bytes:
                     self._loose[id(message)] = bytearray(num_bytes)
                     return memoryview(self._loose[id(message)])
+            elif isinstance(message, Push) and message.wire:
+                if num_bytes == self._wire.num_bytes(parcel, message.wire):
+                    self._came[message.parcel] = num_bytes
+                    return memory_of(self._memory.data[parcel.at : parcel.at + num_bytes])
             elif num_bytes <= parcel.num_bytes:
                 return memory_of(self._memory.data[parcel.at : parcel.at + num_bytes])
         if isinstance(message, Load | Keep) and num_bytes <= self._most_blob_bytes:

@@ -26,7 +26,7 @@ from ..lanes import ALIGN, CUT_BYTES, ELEMENTWISE, is_dense
 from .table import Spec
 
 ALIGN_BYTES = 128  # blocks begin on cache lines of their own
-PIECES = 4  # a model is cut into so many blocks per server at least, where it can be
+PIECES = 16  # blocks per server at least, where it can be: the first come back while the last are still on their way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,11 @@ class Parcel:
     num_bytes: int
     row: int = 0
     table: Spec | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it travels at every step, and not the rows that were touched."""
+        return not self.row and self.table is None
 
     @functools.cached_property
     def numbers(self) -> list[int]:

@@ -13,6 +13,7 @@ from .memory import Memory
 from .messages import Message, Ready
 from .rows import from_bytes
 from .shelf import views
+from .wire import Wire
 
 PATIENT_TRIES = 1000  # so many readings that met a write, and the worker looks up whether the server still lives
 
@@ -38,12 +39,27 @@ class Link:
         self.staged: list[list[torch.Tensor]] = []
         self.shown: list[list[torch.Tensor]] = []  # the servers' blocks, as they are to be read
         self.num_retries = 0  # readings that met a write
+        self.wire: Wire
+        self.errors: dict[int, torch.Tensor] = {}  # by parcel: what encoding has taken from gradients so far
         self._dtypes = dtypes
 
     def settle(self) -> None:
         """Its memories are there: the views into them are made once."""
         self.staged = list(views(self.gradients, self.part, self._dtypes))
         self.shown = list(views(self.parameters, self.part, self._dtypes))
+
+    @property
+    def encodes(self) -> bool:
+        """Whether gradients are encoded on their way: not where the server reads them in place."""
+        return not self.shared and self.wire.name != "fp32"
+
+    def dtype(self, parcel: Parcel) -> torch.dtype:
+        return self._dtypes[parcel.blocks[0].index]
+
+    def span(self, parcel: Parcel, block: Block) -> slice:
+        """A block's place among the elements of its parcel's memory."""
+        first = (block.at - parcel.at) // self.dtype(parcel).itemsize
+        return slice(first, first + block.numel)
 
     def read(
         self,

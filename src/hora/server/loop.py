@@ -65,6 +65,7 @@ from .messages import (
 from .rows import checked
 from .shelf import Shelf
 from .state import Out, Rules, Server
+from .wire import Wire
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class Loop:
         self._most_blob_bytes = BLOB_BYTES + ELEMENT_BYTES * self._num_elements()
         self._dtypes = [p.dtype for p in parameters]
         self._names = names
+        self._wire = Wire(rules.wire, rules.codec, self._part, self._dtypes)
         memory = self._memory()
         self._history = open(station.history, "a", buffering=1) if station.history else None  # noqa: SIM115
         self.server = Server(
@@ -389,7 +391,7 @@ class Loop:
 
     def _check_begin(self, worker: int, begin: Begin) -> None:
         """HoraError for what would end the server, or spoil the parameters."""
-        numbers = (begin.weight, begin.total, begin.scale)
+        numbers = (begin.weight, begin.total, begin.scale, 1.0 if begin.factor is None else begin.factor)
         optimizers = self.server.shelf.optimizers
         if not all(map(math.isfinite, numbers)) or not 0 <= begin.optimizer < len(optimizers):
             raise HoraError(f"rank {worker} begins a step of optimizer {begin.optimizer} with {numbers}")
@@ -398,7 +400,11 @@ class Loop:
         ]:
             raise HoraError(f"rank {worker} tells hyper-parameters of other groups than the optimizers have")
         if self.server.rules.mode != "sync" or self.server.rules.backup:
+            if begin.carrier >= 0:
+                raise HoraError(f"rank {worker} leaves its gradients to another, where each sends its own")
             return
+        if begin.carrier == worker or (begin.carrier >= 0 and begin.carrier not in self.server.workers):
+            raise HoraError(f"rank {worker} leaves its gradients to rank {begin.carrier}, which cannot send them")
         self._under_way = {step: first for step, first in self._under_way.items() if step >= self.server.now}
         first, optimizer = self._under_way.setdefault(begin.step, (worker, begin.optimizer))
         if optimizer != begin.optimizer:
@@ -422,7 +428,7 @@ class Loop:
             if problem:
                 line.send(Refused(problem))
                 return
-            guest = Guest(line, self._part, self._dtypes, self.station.number, self._most_blob_bytes)
+            guest = Guest(line, self._part, self._dtypes, self.station.number, self._most_blob_bytes, self._wire)
             self._guests[message.worker] = guest
             line.peer = ("worker", message.worker)
             if message.worker not in self.server.workers:

@@ -48,6 +48,9 @@ class Begin(Message, tag="begin"):
     that piled up. `scale` multiplies the gradient. `hyper` are the optimizers' hyper-parameters, None if they are what
     they were. `present` is how many workers have samples in this batch, `place` (loop, batch) says which. A worker that
     is not `eligible` has read parameters of two steps. `reaches` is the step of the job that it leads to.
+
+    `carrier` is the rank whose gradients contain this worker's, of all parcels that travel whole; -1: it sends its own.
+    `factor` is what multiplies the gradients of such parcels, instead of `weight` and `scale`.
     """
 
     step: int
@@ -65,17 +68,21 @@ class Begin(Message, tag="begin"):
     place: tuple[int, int] = (0, 0)
     eligible: bool = True
     reaches: int = 0
+    carrier: int = -1
+    factor: float | None = None
 
 
 class Push(Message, tag="push"):
     """The gradients of a parcel. `have`: which blocks have one, None if all. `base`: the versions they were computed
-    at. `rows`: of a sparse block the rows, whose gradients are all that follows."""
+    at. `rows`: of a sparse block the rows, whose gradients are all that follows. `wire`: how what follows is encoded,
+    empty if it is not."""
 
     step: int
     parcel: int
     base: list[int]
     have: list[bool] | None = None
     rows: list[bytes] | None = None
+    wire: str = ""
 
 
 class Lookup(Message, tag="lookup"):

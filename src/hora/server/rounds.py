@@ -4,6 +4,9 @@ of all but the b slowest; with `clip_norm` the servers first tell each other the
     Begin, Push …  ->  [chosen]  ->  mean of each parcel  ->  [norms -> factor]  ->  update  ->  Ready to the chosen
                                                             at the end of the step  ->  Ready(dropped) to the others
 
+Where the workers of a host send one gradient for all of them, each says Begin and one of them pushes: it alone is
+answered, and gives the others what it reads. A parcel of which rows travel is everybody's own as ever.
+
 With backups server 0 chooses, and a worker is answered only between two steps: what it reads here is all of one step.
 """
 
@@ -42,10 +45,18 @@ class _Round:
     factor: float | None = None
 
     def forget(self, worker: int) -> None:
+        """With those whose gradients would have come in this one's."""
         self.begins.pop(worker, None)
+        for other in [other for other, begin in self.begins.items() if begin.carrier == worker]:
+            self.forget(other)
         self.complete = [other for other in self.complete if other != worker]
         for pushes in self.pushes.values():
             pushes.pop(worker, None)
+
+    def senders(self, parcel: Parcel) -> list[int]:
+        """Those of the chosen whose gradients of this parcel come by themselves."""
+        assert self.chosen is not None
+        return [worker for worker in self.chosen if not parcel.whole or self.begins[worker].carrier < 0]
 
 
 class Rounds:
@@ -168,9 +179,9 @@ class Rounds:
         mine = [parcel for parcel in self._keeper.shelf.part.parcels if parcel.optimizer == begin.optimizer]
         skipped = next((each.begins[w].nonfinite for w in each.chosen if each.begins[w].nonfinite), "")
         for number in [parcel.number for parcel in mine] if parcels is None else parcels:
-            pushes = each.pushes.get(number, {})
-            if number not in each.applied and number not in each.means and all(w in pushes for w in each.chosen):
-                parcel = self._keeper.shelf.part.parcels[number]
+            pushes, parcel = each.pushes.get(number, {}), self._keeper.shelf.part.parcels[number]
+            pending = number not in each.applied and number not in each.means
+            if pending and all(worker in pushes for worker in each.senders(parcel)):
                 if skipped:
                     self._finish_parcel(each, parcel, [], skipped)
                 elif self._rules.clip_norm is not None:
@@ -178,7 +189,7 @@ class Rounds:
                     continue
                 else:
                     self._finish_parcel(each, parcel, self._mean(each, parcel), skipped)
-                out += self._answer(each, step, number, skipped)
+                out += self._answer(each, step, parcel, skipped)
         if self._rules.clip_norm is not None and not skipped and each.factor is None:
             if len(each.means) == len(mine) and self._number not in each.squares:
                 each.squares[self._number] = self._squares(each)
@@ -229,7 +240,7 @@ class Rounds:
         total = math.fsum(begin.total for begin in begins)
         even = max(begin.count for begin in begins) / total if total else 0.0
         pushes = each.pushes[parcel.number]
-        pairs = [(pushes[w], each.begins[w].weight * each.begins[w].scale * even) for w in each.chosen]
+        pairs = [(pushes[w], _factor(each.begins[w], parcel) * even) for w in each.senders(parcel)]
         if len(pairs) == 1 and pairs[0][1] == 1.0 and self._rules.clip_norm is None:
             return list(pairs[0][0])
         return self._keeper.shelf.mean(parcel, pairs)
@@ -247,16 +258,16 @@ class Rounds:
                 spans.add(spans.SERVER, "update", began, blocks=parcel.numbers, workers=list(each.chosen))
             self._keeper.record("mean", step=self.now, parcel=parcel.number, workers=list(each.chosen))
 
-    def _answer(self, each: _Round, step: int, number: int, skipped: str) -> Out:
-        """Everybody who took part may read this parcel; with backups only when the whole step is done."""
+    def _answer(self, each: _Round, step: int, parcel: Parcel, skipped: str) -> Out:
+        """Everybody who sent something may read this parcel; with backups only when the whole step is done."""
         assert each.chosen is not None
         stop = any(each.begins[w].stop for w in each.chosen)
         buffers = any(each.begins[w].buffers for w in each.chosen)
         out: Out = []
-        for worker in each.chosen:
+        for worker in each.senders(parcel):
             if worker not in self._workers:
                 continue
-            ready = Ready(step, number, [], now=step + 1, stop=stop, skipped=skipped, buffers=buffers)
+            ready = Ready(step, parcel.number, [], now=step + 1, stop=stop, skipped=skipped, buffers=buffers)
             if self._rules.backup:
                 self._waiting.setdefault(worker, []).append(ready)
             else:
@@ -353,5 +364,11 @@ class Rounds:
             if each.factor < 1.0:
                 mean = [None if g is None else g.mul_(each.factor) for g in mean]
             self._finish_parcel(each, parcel, mean, "")
-            out += self._answer(each, step, number, "")
+            out += self._answer(each, step, parcel, "")
         return out + self._advance(step, ())
+
+
+def _factor(begin: Begin, parcel: Parcel) -> float:
+    if begin.factor is not None and parcel.whole:
+        return begin.factor
+    return begin.weight * begin.scale

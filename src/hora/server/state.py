@@ -22,12 +22,14 @@ the Ready that answers it. What does not fit (a Push twice, or of a step never b
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from .. import spans
 from ..hyper import Hyper
+from ..wire.codec import Codec, codec
 from .keeper import Address, Counts, Keeper, Out
 from .layout import Parcel
 from .messages import Begin, Drop, Enter, Entered, FromServer, FromWorker, Got, Meet, Push, Ready, Rest
@@ -49,6 +51,13 @@ class Rules:
     correct: str = "none"
     dc_lambda: float = 20.0
     clip_norm: float | None = None
+    wire: str = "fp32"
+    topk: float = 0.01
+
+    @functools.cached_property
+    def codec(self) -> Codec | None:
+        """What gradients that cross a wire are encoded with; None where they travel as they are."""
+        return None if self.wire == "fp32" else codec(self.wire, self.topk)
 
 
 @dataclasses.dataclass
@@ -268,7 +277,7 @@ class Server:
         expected = state.missing and begin.step == message.step and parcel.optimizer == begin.optimizer
         if not expected or parcel.number in state.pushed:
             return []
-        self.counts.bytes_in += num_bytes(gradients)
+        self.counts.bytes_in += self._num_bytes(parcel, message, gradients)
         state.missing -= 1
         state.pushed.add(parcel.number)
         if self.rules.mode == "sync":
@@ -278,6 +287,12 @@ class Server:
         if not state.missing:
             out += self._complete(worker)
         return out
+
+    def _num_bytes(self, parcel: Parcel, push: Push, gradients: Sequence[Gradient]) -> int:
+        """What these gradients weighed on their way."""
+        if push.wire and self.rules.codec is not None:
+            return self.rules.codec.num_bytes(parcel.num_bytes // self.shelf.flats[parcel.numbers[0]].element_size())
+        return num_bytes(gradients)
 
     def _complete(self, worker: int) -> Out:
         """All gradients of the worker's step are in."""
@@ -327,7 +342,8 @@ class Server:
         if not begin.nonfinite:
             self.counts.lags[lag] += 1
             self.counts.parcels += 1
-            factor = begin.scale / (1 + lag) if self.rules.correct == "scale" else begin.scale
+            factor = begin.scale if begin.factor is None or not parcel.whole else begin.factor
+            factor = factor / (1 + lag) if self.rules.correct == "scale" else factor
             settled = gradients if factor == 1.0 else self.shelf.mean(parcel, [(gradients, factor)])
             if self.rules.correct == "dc" and lag:
                 settled = self._compensate(worker, parcel, settled)

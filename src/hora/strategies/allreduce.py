@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
+from ..wire.names import ALL_NAMES, check
 from .base import Strategy
 
 if TYPE_CHECKING:
@@ -21,12 +22,19 @@ class AllReduce(Strategy):
     `update`: replicated (every worker updates all parameters) or sharded (each its share, with optimizer state only for
     that). `overlap`: gradients travel in buckets of `bucket_bytes` while backward goes on. `sync_buffers`: whose
     buffers (BatchNorm's statistics) count after a step: rank0's, or the mean.
+
+    `wire`: as what gradients travel between hosts: fp32 (as they are), fp16, bf16, int8, topk (the share `topk` that is
+    largest, 0.01 if nothing is said) or powersgd (matrices as products of two of `rank`, 4 if nothing is said). What
+    that takes away is added to the next gradient. Inside a host they travel as they are.
     """
 
     update: str = "replicated"
     overlap: bool = True
     bucket_bytes: int = BUCKET_BYTES
     sync_buffers: str = "rank0"
+    wire: str = "fp32"
+    topk: float | None = None
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.update not in ("replicated", "sharded"):
@@ -35,6 +43,12 @@ class AllReduce(Strategy):
             raise ValueError(f"sync_buffers={self.sync_buffers!r} is unknown; there are: rank0, mean")
         if self.bucket_bytes < 1024:
             raise ValueError(f"bucket_bytes takes a number of bytes of at least 1024, not {self.bucket_bytes}")
+        check(self.wire, self.topk, self.rank, ALL_NAMES)
+        if self.wire != "fp32" and self.update == "sharded":
+            raise ValueError(
+                f"wire={self.wire} is for sums that all workers get, and update=sharded gives each its share: "
+                "use update=replicated"
+            )
 
     def sync(self, roster: Roster) -> Sync:
         if self.update == "sharded":
@@ -98,5 +112,7 @@ class Engine(AllReduce):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.wire != "fp32":
+            raise ValueError(f"wire={self.wire} has no effect on the engine's own all-reduce: use auto or ring")
         if self.backend not in ("auto", "gloo", "nccl", "mpi"):
             raise ValueError(f"engine backend {self.backend!r} is unknown; there are: auto, gloo, nccl, mpi")

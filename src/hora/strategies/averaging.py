@@ -29,7 +29,7 @@ from ..collectives.base import Group
 from ..errors import HoraError
 from ..roster import Roster
 from ..server.embedding import tables_of
-from . import nonfinite, savings
+from . import compression, nonfinite, savings
 from .apart import Apart
 from .bulk import Bulk
 from .couriers import Errand
@@ -98,6 +98,7 @@ class Averaging(Apart):
 
     def bind(self, group: Group) -> None:
         self.home = group
+        compression.warn_of_one_host(self.strategy.wire, group)
         self.roster.agree(group)
         kind = group.transport.kind
         self.group = group.new_group(range(group.size), "auto" if kind == "shm" else kind)
@@ -118,6 +119,8 @@ class Averaging(Apart):
             from .kept import Kept
 
             return Kept(self.roster, self._bulk, self.strategy, self.access)
+        if self.strategy.wire != "fp32":
+            return Outer(self.roster, self._bulk, self.strategy)
         return None
 
     def unbind(self) -> None:
@@ -467,7 +470,9 @@ class Averaging(Apart):
     def summary(self) -> str:
         trained = [self.roster.parameters[index] for index in self._trained]
         text, sent, rounds = self.strategy.spell(), self._bulk.sent_bytes, cast(int, self.rounds)
-        return savings.sentence(text, rounds, round(self._mean_steps) - self._first, sent, trained, self._group.size)
+        steps = round(self._mean_steps) - self._first
+        told = savings.sentence(text, rounds, steps, sent, trained, self._group.size)
+        return "; ".join(filter(None, [told, self._mean.saved(rounds)]))
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 

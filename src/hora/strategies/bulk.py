@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..collectives.base import Group
+from ..collectives.hierarchy import Between
 from . import savings
 from .sync import Traffic
 
@@ -22,11 +22,12 @@ class Bulk:
         self._algorithm = algorithm
         self._traffic = traffic
 
-    def sum(self, vector: torch.Tensor, name: str) -> None:
-        """Collective, in place. Where memory is shared nothing is sent: then what a ring would send counts."""
-        before = sum(self.group.transport.sent_bytes)
-        self.group.all_reduce(vector, "sum", self._algorithm, name=name)
-        sent = sum(self.group.transport.sent_bytes) - before
+    def sum(self, vector: torch.Tensor, name: str, between: Between | None = None) -> None:
+        """Collective, in place; `between` is how it crosses between hosts. Where memory is shared nothing is sent: then
+        what a ring would send counts."""
+        before = sum(self.group.sent_bytes)
+        self.group.all_reduce(vector, "sum", self._algorithm, name=name, between=between)
+        sent = sum(self.group.sent_bytes) - before
         if not sent:
             sent = savings.by_ring(vector.numel() * vector.element_size(), self.group.size)
             self._shown_bytes += sent
@@ -34,24 +35,19 @@ class Bulk:
 
     def peers(self) -> dict[int, int]:
         """How many bytes each other worker has had from this one. In shared memory each reads as much as any other."""
-        sent, others = list(self.group.transport.sent_bytes), self.group.others
+        sent, others = self.group.sent_bytes, self.group.others
         return {peer: sent[peer] + self._shown_bytes // len(others) for peer in others}
 
-    def weighted_sum(self, vector: torch.Tensor, shares: Sequence[float], name: str) -> None:
+    def weighted_sum(
+        self, vector: torch.Tensor, shares: Sequence[float], name: str, between: Between | None = None
+    ) -> None:
         """Collective, in place: the sum of everybody's vector times its share."""
         share = shares[self.group.rank]
         if not share:
             vector.zero_()  # whatever it holds
         elif share != 1.0:
             vector.mul_(share)
-        self.sum(vector, name)
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """What is sent inside counts."""
-        before = sum(self.group.transport.sent_bytes)
-        yield
-        self.count(sum(self.group.transport.sent_bytes) - before)
+        self.sum(vector, name, between)
 
     def count(self, num_bytes: int) -> None:
         self.sent_bytes += num_bytes

@@ -24,6 +24,9 @@ from ..collectives.base import Group
 from ..collectives.handles import Pending
 from ..collectives.mailbox import Form, Mailbox
 from ..spans import COMMUNICATION, TRAINING
+from ..wire.exchange import Exchange
+from ..wire.powersgd import Matrix
+from ..wire.wire import Wire
 from .sync import Traffic
 
 Culprits = list[tuple[int, int]]  # (rank, parameter)
@@ -106,6 +109,9 @@ class Courier(abc.ABC):
     @abc.abstractmethod
     def shown(self, peer: int) -> int:
         """How many bytes a peer has read of what this worker laid out for it; those that were sent do not count."""
+
+    def compress(self, wire: Wire, matrices: Callable[[Bucket], Sequence[Matrix]]) -> None:
+        """From now on gradients cross between hosts by this wire; `matrices` are those in a bucket."""
 
     def close(self) -> None:
         """There will be no exchange any more."""
@@ -232,10 +238,15 @@ class Calls(Courier):
         self._flats: dict[int, torch.Tensor] = {}
         self._under_way: list[tuple[Bucket, Sequence[torch.Tensor], Pending, float]] = []
         self._found: Culprits = []
+        self._between: dict[int, Exchange | None] = {}  # by bucket
+
+    def compress(self, wire: Wire, matrices: Callable[[Bucket], Sequence[Matrix]]) -> None:
+        for bucket in self.buckets:
+            self._between[bucket.number] = wire.exchange(bucket.number, bucket.numel, matrices(bucket))
 
     def open(self) -> None:
         self._found = []
-        self._sent = sum(self.group.transport.sent_bytes)
+        self._sent = sum(self.group.sent_bytes)
 
     def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
         begin = time.perf_counter()
@@ -257,7 +268,8 @@ class Calls(Courier):
             flat.mul_(scale * n)
         name = f"bucket {bucket.number}"
         if self.keep:
-            handle = self.group.all_reduce(flat, operation, self._algorithm, name, wait=False)
+            between = self._between.get(bucket.number)
+            handle = self.group.all_reduce(flat, operation, self._algorithm, name, wait=False, between=between)
         else:
             handle = self.group.reduce_scatter(flat.view(n, -1), operation, name, wait=False)
         self._under_way.append((bucket, views, handle, begin))
@@ -285,7 +297,7 @@ class Calls(Courier):
                     view.copy_(flat[at : at + segment.stop - segment.start])
             self.traffic.spend(begin)
         self._under_way.clear()
-        self.traffic.sent_bytes += sum(self.group.transport.sent_bytes) - self._sent
+        self.traffic.sent_bytes += sum(self.group.sent_bytes) - self._sent
         if spans.on:
             spans.add(TRAINING, "exchange", started, what="gradients")
 

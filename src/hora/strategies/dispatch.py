@@ -58,8 +58,9 @@ def hire(
     On one host without a core to spare a thread that communicates takes its time from the backward it should hide
     behind, so `Calls` then come after it.
     """
-    parameters, shares_memory = roster.parameters, group.transport.shares_memory
-    spare = num_cores() >= 2 * group.size
+    parameters = roster.parameters
+    shares_memory = group.transport.shares_memory and group.num_hosts == 1
+    spare = num_cores() >= 2 * group.hosts.count(group.hosts[group.rank])
     if strategy.algorithm in ("shared", "auto") and shares_memory and all(parameters[i].is_cpu for i in dense):
         try:
             buckets = plan(dense, parameters, lanes, strategy.bucket_bytes, group.size)
@@ -67,7 +68,7 @@ def hire(
         except OutOfMemory as problem:
             if group.rank == 0:
                 log.warning("too little shared memory for the gradients, which then take longer: %s", problem)
-    elif strategy.algorithm == "shared" and not shares_memory:
+    elif strategy.algorithm == "shared" and group.num_hosts == 1 and not shares_memory:
         _ = group.staging  # says why not, and the way out
     lanes, owners = (whole_lanes(parameters), 1) if keep else (lanes, group.size)
     buckets = plan(dense, parameters, lanes, strategy.bucket_bytes, owners)

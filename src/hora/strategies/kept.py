@@ -1,7 +1,8 @@
 """Kept: the mean of a round through servers, which keep the model.
 
 A worker pushes its drift from the last common point, by its share, as if it were a gradient; the servers take a step of
-rate 1 with the sum, which makes the point the mean of the workers' parameters; the workers pull it.
+rate 1 with the sum, which makes the point the mean of the workers' parameters; the workers pull it. To servers
+elsewhere the workers of one host push one sum of their drifts, and pull once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Kept(Mean):
         self._num_rounds = 0
         held = Roster(roster.models, strategy.served(roster.optimizers))
         self._outpost = Outpost(access, held, strategy.rules(), strategy.block_bytes, group.transport.check)
+        self._outpost.gather_mates(group)
 
     def begin(self, indices: Sequence[int]) -> None:
         self._group.barrier("before the servers get the parameters")

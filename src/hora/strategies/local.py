@@ -7,6 +7,7 @@ import math
 import re
 from typing import TYPE_CHECKING, ClassVar
 
+from ..wire.names import check
 from .base import Strategy
 from .ps import BLOCK_BYTES, PS
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 STATES = ("keep", "average", "reset")
 PACES = ("steps", "time")
 CARRIERS = ("workers", "ps")
-WIRES = ("float32", "bfloat16", "int8")
 ALGORITHMS = ("auto", "ring", "tree", "halving", "star", "shared", "engine")
 
 
@@ -34,7 +34,9 @@ class Rounds(Strategy):
     `warmup`: so many steps with the mean gradient of all workers come first. `pace`: steps (every worker takes `every`
     steps in a round) or time (each does what it can in the time in which all together take as many; samples are then
     lent). `state`: what a round does to the optimizers' state: keep (each worker its own), average, or reset.
-    `algorithm`: by which collective the mean is taken.
+    `algorithm`: by which collective the mean is taken. `wire`: as what drifts travel between hosts: fp32 (as they are),
+    fp16, bf16, int8, or topk: the share `topk` that is largest, 0.01 if nothing is said. What that takes away is added
+    to the next drift. Inside a host they travel as they are.
     """
 
     uses_rounds: ClassVar[bool] = True
@@ -44,6 +46,8 @@ class Rounds(Strategy):
     pace: str = "steps"
     state: str = "keep"
     algorithm: str = "auto"
+    wire: str = "fp32"
+    topk: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.every, str) and self.every.strip().lstrip("+-").isdecimal():
@@ -54,6 +58,9 @@ class Rounds(Strategy):
         self._one_of("pace", PACES)
         self._one_of("state", STATES)
         self._one_of("algorithm", ALGORITHMS)
+        check(self.wire, self.topk)
+        if self.wire != "fp32" and self.algorithm != "auto":
+            raise ValueError(f"algorithm cannot be chosen with wire={self.wire}, which travels by exchanges of its own")
 
     def _one_of(self, option: str, known: Sequence[str]) -> None:
         if getattr(self, option) not in known:
@@ -108,6 +115,8 @@ class LocalSGD(Rounds):
             if self.block_bytes != BLOCK_BYTES:
                 raise ValueError("block_bytes has an effect only with via=ps")
             return
+        if self.wire != "fp32":
+            raise ValueError(f"wire={self.wire} is for drifts between workers, and with via=ps servers take them")
         if self.algorithm != "auto":
             raise ValueError("algorithm cannot be chosen with via=ps: the servers take the mean")
         if not self.barrier:
@@ -156,8 +165,7 @@ class DiLoCo(Rounds):
     """In a round the workers' mean drift from the last common point is the gradient of an outer Nesterov step from it.
 
     `outer_lr`, `outer_momentum`: that step's. `fragments=k`: a k-th of the model every `every`/k steps instead of all
-    at once. `overlap`: so many steps are computed while a drift travels. `wire`: as what it travels: float32,
-    bfloat16 or int8, the latter two with error feedback: what rounding took away is added to the next drift.
+    at once. `overlap`: so many steps are computed while a drift travels.
     """
 
     name: ClassVar[str] = "diloco"
@@ -167,11 +175,9 @@ class DiLoCo(Rounds):
     outer_momentum: float = 0.9
     fragments: int = 1
     overlap: int = 0
-    wire: str = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._one_of("wire", WIRES)
         if not 0 < self.outer_lr < math.inf:
             raise ValueError(f"outer_lr takes a number above 0, not {self.outer_lr}")
         if not 0 <= self.outer_momentum < 1:
@@ -186,8 +192,6 @@ class DiLoCo(Rounds):
             )
         if self.overlap and self.state != "keep":
             raise ValueError(f"state={self.state} needs a round that ends where it begins: leave overlap out")
-        if self.wire != "float32" and self.algorithm != "auto":
-            raise ValueError(f"algorithm cannot be chosen with wire={self.wire}, which travels by exchanges of its own")
 
     def sync(self, roster: Roster) -> Sync:
         from .averaging import Averaging

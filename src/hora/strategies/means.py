@@ -5,7 +5,8 @@
     settle      on the training thread: the parameters become what was agreed; `late`: steps were taken meanwhile
 
 `Plain` averages the parameters themselves. `Outer` averages their drift from the last common point, which it keeps,
-and takes the outer step from there. `Kept` lets servers keep that point and take the mean.
+and takes the outer step from there; so does local SGD where drifts travel in fewer bytes. `Kept` lets servers keep that
+point and take the mean.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 
 from ..lanes import laid
 from ..roster import Roster
+from ..wire.wire import Wire
 from .bulk import Bulk
-from .local import DiLoCo
-from .wire import Feedback
+from .local import DiLoCo, LocalSGD
 
 
 class Mean(abc.ABC):
@@ -56,6 +57,10 @@ class Mean(abc.ABC):
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """After `begin`."""
+
+    def saved(self, rounds: int) -> str:
+        """What a wire saved in so many rounds, in words."""
+        return ""
 
     def close(self) -> None:
         """No round will come any more."""
@@ -111,32 +116,34 @@ class Plain(Mean):
 
 
 class Outer(Mean):
-    """`outer_lr` and `outer_momentum` are those of torch's own SGD with Nesterov momentum, over the common point."""
+    """`outer_lr` and `outer_momentum` are those of torch's own SGD with Nesterov momentum, over the common point. For
+    local SGD they are 1 and 0: then the point becomes the mean of the workers' parameters."""
 
-    def __init__(self, roster: Roster, bulk: Bulk, strategy: DiLoCo) -> None:
+    def __init__(self, roster: Roster, bulk: Bulk, strategy: DiLoCo | LocalSGD) -> None:
         super().__init__(roster, bulk)
-        self._strategy = strategy
+        self._lr, self._momentum, self._overlap = 1.0, 0.0, 0
+        if isinstance(strategy, DiLoCo):
+            self._lr, self._momentum, self._overlap = strategy.outer_lr, strategy.outer_momentum, strategy.overlap
+        self._wire = Wire(strategy.wire, strategy.topk)
         self._points: dict[int, torch.Tensor] = {}
-        self._feedback: dict[tuple[int, ...], Feedback] = {}
         self._optimizer: torch.optim.SGD
 
     def begin(self, indices: Sequence[int]) -> None:
         """What was a common point before goes on from here with its momentum."""
         known = [index for index in self._points if index not in indices]
         self.extend([*known, *indices])
-        self._feedback.clear()
+        self._wire.forget()
 
     def extend(self, indices: Sequence[int]) -> None:
         old = {index: self._optimizer.state[point] for index, point in self._points.items()} if self._points else {}
         for index, parameter in zip(indices, self._parameters(indices), strict=True):
             # The point moves by less than the drift: in half precision it might not move at all.
             self._points[index] = parameter.clone() if parameter.element_size() >= 4 else parameter.float()
-        strategy = self._strategy
         self._optimizer = torch.optim.SGD(
             list(self._points.values()) or [torch.zeros(0)],
-            lr=strategy.outer_lr,
-            momentum=strategy.outer_momentum,
-            nesterov=strategy.outer_momentum > 0,
+            lr=self._lr,
+            momentum=self._momentum,
+            nesterov=self._momentum > 0,
         )
         for index, point in self._points.items():
             if index in old:
@@ -149,15 +156,10 @@ class Outer(Mean):
         return drift_from([self._points[index] for index in indices], self._parameters(indices))
 
     def travel(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-        if self._strategy.wire == "float32":
-            result = vector.clone() if self._strategy.overlap else vector
-            self._bulk.weighted_sum(result, shares, "drift of a round")
-            return result
-        key = tuple(indices)
-        if key not in self._feedback:
-            self._feedback[key] = Feedback(self._bulk.group, vector.numel(), self._strategy.wire)
-        with self._bulk.counting():
-            return self._feedback[key].mean(vector, shares)
+        result = vector.clone() if self._overlap else vector
+        between = self._wire.exchange(tuple(indices), vector.numel())
+        self._bulk.weighted_sum(result, shares, "drift of a round", between)
+        return result
 
     def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
         """Steps that were taken while the drift travelled are kept: they are part of the next one."""
@@ -177,9 +179,12 @@ class Outer(Mean):
             else:
                 parameter.copy_(point)
 
+    def saved(self, rounds: int) -> str:
+        return self._wire.tally.words(self._wire.name, rounds, "round")
+
     def state(self) -> dict[str, torch.Tensor]:
         """Errors that are still to be fed back are forgotten, here as by whoever goes on from the checkpoint."""
-        self._feedback.clear()
+        self._wire.forget()
         names, known = self._roster.names, self._optimizer.state
         points = {f"point:{names[index]}": point for index, point in self._points.items()}
         momentum = {

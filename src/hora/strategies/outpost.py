@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ..collectives.base import Group
+from ..errors import HoraError
 from ..roster import Roster
 from ..server.access import Access
 from ..server.client import Client
 from ..server.embedding import ServerEmbedding
+from ..server.fold import gather_mates
 from ..server.host import Colocated, layout_of
 from ..server.state import Rules
 from .flats import Flats
@@ -44,10 +47,21 @@ class Outpost:
             timeout_s=access.timeout_s,
             check=self._look,
             targets=self.flats.target,
+            rules=rules,
             shared=access.shared,
             colocated=access.colocated,
         )
         self.client.connect(roster.entries())
+
+    def gather_mates(self, group: Group) -> None:
+        """Collective, where all workers step together: those of one host push one gradient to servers elsewhere."""
+        self.client.fold = gather_mates(group, self.client.links)
+
+    def abort(self, cause: HoraError) -> None:
+        """Ends every wait for this worker's mates. Thread-safe."""
+        fold = self.client.fold
+        if fold is not None:
+            fold.abort(cause)
 
     def _look(self) -> None:
         """While this worker waits for a server: is there still something to wait for?"""

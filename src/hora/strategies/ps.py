@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, ClassVar
 
+from ..wire.names import check_name, check_share
 from .base import Strategy
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ MODES = ("sync", "async", "ssp")
 CORRECTIONS = ("none", "scale", "dc")
 BLOCK_BYTES = 4 << 20
 STALENESS = 3
+TOPK = 0.01
 DC_LAMBDA = 20.0  # for gradients of a mean loss; the smaller these are, the larger it may be (docs/PS.md)
 
 
@@ -30,6 +32,12 @@ class PS(Strategy):
     gradient does that comes late: scale (by 1 / (1 + lag)) or dc (delay compensation, `dc_lambda`). `prefetch`: a step
     does not wait for its own result; the next forward works with parameters that are one step older. `clip_norm`: the
     servers clip the gradient that they apply. `block_bytes`: the largest piece of a parameter that travels on its own.
+
+    Over a network: in sync without backups the workers of one host send one gradient for all of them, and get the
+    parameters once; otherwise each sends its own. `wire` says in what form gradients travel (fp32: as they are, fp16,
+    bf16, int8 or topk: the share `topk` of a parcel that is largest); what rounding takes from one is added to the
+    next. Parameters always come back as they are, rows of sparse tables travel as they are, and to a server on the same
+    host nothing travels.
     """
 
     name: ClassVar[str] = "ps"
@@ -44,6 +52,8 @@ class PS(Strategy):
     prefetch: bool = False
     clip_norm: float | None = None
     block_bytes: int = BLOCK_BYTES
+    wire: str = "fp32"
+    topk: float | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -78,6 +88,11 @@ class PS(Strategy):
             raise ValueError(f"dc_lambda takes a number, 0 or more, not {self.dc_lambda}")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ValueError(f"clip_norm takes a number above 0, not {self.clip_norm}")
+        check_name(self.wire)
+        if self.topk is not None and self.wire != "topk":
+            raise ValueError("topk has an effect only with wire=topk")
+        if self.topk is not None:
+            check_share(self.topk)
         if self.block_bytes < 1024:
             raise ValueError(f"block_bytes takes a number of bytes of at least 1024, not {self.block_bytes}")
 
@@ -109,6 +124,8 @@ class PS(Strategy):
             correct=self.correct,
             dc_lambda=DC_LAMBDA if self.dc_lambda is None else self.dc_lambda,
             clip_norm=self.clip_norm if self.mode == "sync" else None,  # else the worker itself has the whole gradient
+            wire=self.wire,
+            topk=TOPK if self.topk is None else self.topk,
         )
 
     def sync(self, roster: Roster) -> Sync:

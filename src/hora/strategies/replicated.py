@@ -26,7 +26,9 @@ from ..collectives.base import Group
 from ..errors import HoraError
 from ..lanes import balanced_lanes, flatten
 from ..roster import Roster
-from . import dispatch, nonfinite, sparse
+from ..wire.tally import Tally
+from ..wire.wire import Wire
+from . import compression, dispatch, nonfinite, sparse
 from .allreduce import AllReduce
 from .census import Census
 from .couriers import Courier, Culprits
@@ -73,10 +75,12 @@ class Replicated(Watching, Sync):
         self._num_steps = 0  # of all optimizers
         self._verdict = Verdict()
         self._eager = strategy.overlap  # buckets leave while backward goes on
+        self._tally = Tally()
 
     # -- binding -----------------------------------------------------------------------------------------------------
 
     def bind(self, group: Group) -> None:
+        compression.warn_of_one_host(self.strategy.wire, group)
         if group.size == 1:
             return  # a group without peers binds no buckets
         self.roster.agree(group)
@@ -105,8 +109,12 @@ class Replicated(Watching, Sync):
         group, couriers = self.group, [armed.courier for armed in list(self._armed.values())]
         if group is None:
             return {}
-        sent = list(group.transport.sent_bytes)
+        sent = group.sent_bytes
         return {p: sent[p] + self._shown.get(p, 0) + sum(each.shown(p) for each in couriers) for p in group.others}
+
+    def summary(self) -> str:
+        """What compression saved."""
+        return self._tally.words(self.strategy.wire, self.num_exchanges, "step")
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -430,6 +438,8 @@ class Replicated(Watching, Sync):
         self._courier, self._eager = dispatch.hire(
             self._group, self.roster, self.strategy, dense, self._lanes(), self.keep, self.traffic
         )
+        wire = Wire(self.strategy.wire, self.strategy.topk, self.strategy.rank, self._tally)
+        self._courier.compress(wire, lambda bucket: compression.matrices(bucket, self.roster.parameters))
         self._backward.arm(list(self._courier.buckets))
         self._armed[tuple(watched)] = _Armed(self._courier, self._eager, self._sparse, late)
         if len(self._armed) > ARMED:

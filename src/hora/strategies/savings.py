@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from ..wire.tally import text
+
 
 def by_ring(num_bytes: int, size: int) -> int:
     """What each of `size` workers sends when a ring reduces so many bytes."""
@@ -18,10 +20,6 @@ def sentence(strategy: str, rounds: int, steps: int, sent: int, parameters: Iter
     if not sent or not whole:
         return ""
     return (
-        f"{strategy}: {rounds} rounds in {steps} steps, {_text(sent)} sent per worker; for the same samples the ring "
-        f"sends {_text(whole)}, {whole / sent:.1f} times as much"
+        f"{strategy}: {rounds} rounds in {steps} steps, {text(sent)} sent per worker; for the same samples the ring "
+        f"sends {text(whole)}, {whole / sent:.1f} times as much"
     )
-
-
-def _text(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.1f} kB"

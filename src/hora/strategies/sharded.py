@@ -253,14 +253,14 @@ class Sharded(Replicated):
                     share.grad = None
         indices = sorted({self.roster.index[id(p)] for parameters in self._swapped for p in parameters})
         self._swapped = []
-        begin, sent = time.perf_counter(), sum(self.group.transport.sent_bytes)
+        begin, sent = time.perf_counter(), sum(self.group.sent_bytes)
         if self._shared:
             self.group.barrier("after the step")
             for index in indices:
                 increment_version(self.roster.parameters[index])
         else:
             self._gather(indices)
-            self.traffic.sent_bytes += sum(self.group.transport.sent_bytes) - sent
+            self.traffic.sent_bytes += sum(self.group.sent_bytes) - sent
         self.traffic.spend(begin)
         if spans.on:
             name = "waiting" if self._shared else "exchange"

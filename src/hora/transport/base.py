@@ -69,6 +69,10 @@ class Circle:
         """A key that no other group of the run has."""
         return f"g{self.generation}/{self.group}"
 
+    def place_of(self, rank: int) -> int | None:
+        """Where the run's worker `rank` stands in this circle; None if it is not in it."""
+        return next((index for index, member in enumerate(self.members) if member.rank == rank), None)
+
 
 def num_cores() -> int:
     """The cores that this process may use."""
@@ -83,6 +87,10 @@ class Watcher:
     def doing(self) -> str:
         """The operation under way, in words."""
         return "a transfer"
+
+    def ranks_of(self, peers: tuple[int, ...]) -> tuple[int, ...]:
+        """What these peers are called in the group that will hear of them: a PeerLost carries these numbers."""
+        return peers
 
     def waiting(self, peers: tuple[int, ...]) -> None:
         """A wait for these peers has lasted `NOTICE_S`. Must not block."""
@@ -277,8 +285,8 @@ class Transport(abc.ABC):
             if any(peer in self.gone for peer in peers):
                 return self.left(peers)
             time.sleep(0.005)
-        others = ", ".join(self.name_of(peer) for peer in peers)
-        self.abort(PeerLost(f"{self.name_of(self.rank)}: lost {others} in {self.watcher.doing()}: {problem}", peers))
+        others, ranks = ", ".join(self.name_of(peer) for peer in peers), self.watcher.ranks_of(peers)
+        self.abort(PeerLost(f"{self.name_of(self.rank)}: lost {others} in {self.watcher.doing()}: {problem}", ranks))
         assert self.cause is not None
         return self.cause
 
@@ -287,7 +295,7 @@ class Transport(abc.ABC):
         peer = next(peer for peer in peers if peer in self.gone)
         me, doing, gone = self.name_of(self.rank), self.watcher.doing(), self.name_of(peer)
         why = f"which has left the run: {self.gone[peer]}. Do all ranks make the same calls?"
-        return PeerLost(f"{me}: {doing} needs {gone}, {why}", (peer,))
+        return PeerLost(f"{me}: {doing} needs {gone}, {why}", self.watcher.ranks_of((peer,)))
 
     def leave(self, peer: int, reason: str) -> None:
         """`peer` has ended well. What it sent before is still good; a wait for more of it fails."""

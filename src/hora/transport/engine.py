@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from .. import interface
 from ..coordinator import Control
 from ..errors import HoraError
 from .base import SLICE_S, Circle, Handle, Land, Patience, Transport
@@ -208,6 +209,7 @@ class TorchBackend(Backend):
         self._store = store
         prefixed = dist.PrefixStore(name, store)
         if name == "nccl":
+            _name_interface(bind)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
             self._group: Any = dist.ProcessGroupNCCL(prefixed, circle.rank, circle.size, options)
@@ -283,6 +285,12 @@ class TorchBackend(Backend):
             self._crew.rest(CLOSE_S)
         with contextlib.suppress(Exception):
             self._group.shutdown()
+
+
+def _name_interface(bind: str) -> None:
+    """NCCL picks an interface by its own lights; ours is the one that this run's address lies on."""
+    if not interface.is_loopback(bind) and (found := interface.name_of(bind)):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found}")
 
 
 class _Crew:

@@ -28,7 +28,7 @@ import torch
 
 from .. import handshake
 from ..coordinator.client import dial
-from ..errors import HoraError
+from ..errors import HoraError, PeerLost, Timeout, Unauthorized
 from .allowance import Allowance
 from .base import NUM_CHANNELS, SLICE_S, Circle, Handle, Land, Patience, Transport
 
@@ -142,13 +142,26 @@ class TcpTransport(Transport):
         key = (peer, channel)
         sock = self._out.get(key)
         if sock is None:
-            lost = Patience(self, (peer,)).check
-            sock = dial(self._address_of(peer), self._port.token, PURPOSE, check=lost)
+            sock = self._dial(peer)
             tune(sock)
             sock.sendall(INTRODUCTION.pack(self.circle.generation, self.circle.group, self.rank, channel))
             sock.setblocking(False)
             self._out[key] = sock
         return sock
+
+    def _dial(self, peer: int) -> socket.socket:
+        """HoraError that names the peer, its host and the address that was tried, if nobody answers there."""
+        address = self._address_of(peer)
+        try:
+            return dial(address, self._port.token, PURPOSE, check=Patience(self, (peer,)).check)
+        except HoraError as problem:
+            if problem is self.cause or isinstance(problem, (PeerLost, Timeout)):
+                raise
+            me, whom, where = self.name_of(self.rank), self.name_of(peer), f"{address[0]} port {address[1]}"
+            kind = Unauthorized if isinstance(problem, Unauthorized) else HoraError
+            raise kind(
+                f"{me} cannot reach {whom} at {where}: {problem}. Is this the right interface, and open to the others?"
+            ) from None
 
     def incoming(self, peer: int, channel: int) -> socket.socket | None:
         return self._in.get((peer, channel))

@@ -16,7 +16,6 @@ import os
 import secrets
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -179,6 +178,8 @@ def forwarded(config: RunConfig) -> dict[str, str]:
         for name, value in os.environ.items()
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted) and name not in KEPT_HERE
     }
+    if config.engine is not None:
+        mine.pop("CUDA_VISIBLE_DEVICES", None)  # whoever places the processes has handed out the GPUs
     return {**mine, **dict(config.env)}
 
 
@@ -233,7 +234,9 @@ def _open_desk(config: RunConfig, crew: Crew, run_id: str, token: bytes, sites: 
 
 
 def _road(config: RunConfig, site: Site) -> str:
-    """Our address as that host should call it; empty where any will do."""
+    """Our address as that host should call it; empty where any will do. Whoever opened the site may know it."""
+    if site.road:
+        return site.road
     if config.bind != LOOPBACK:
         return config.bind
     if config.interface:
@@ -276,12 +279,12 @@ def _connect(sites: Sites, config: RunConfig, desk: Service) -> list[str]:
                     "NETWORK chooses another network"
                 )
             slowest = max(slowest, seconds)
-    if len(sites.all) == 1:
+    machines = list({site.machine: site for site in sites.all}.values())
+    if len(machines) == 1:
         return []
-    names = Counter(site.interface or "?" for site in sites.all)
-    where = ", ".join(names)
-    some = ", ".join(f"{site.name} {site.address}" for site in sites.all[:4]) + (", …" if len(sites.all) > 4 else "")
-    return [f"{len(sites.all)} hosts over {where} ({some}): all reach each other, in {slowest * 1e3:.1f} ms at most"]
+    networks = ", ".join(dict.fromkeys(site.interface or "an interface without a name" for site in machines))
+    some = ", ".join(f"{site.name} {site.address}" for site in machines[:4]) + (", …" if len(machines) > 4 else "")
+    return [f"{len(machines)} hosts over {networks} ({some}): all reach each other, in {slowest * 1e3:.1f} ms at most"]
 
 
 # -- who goes where ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Wire: what travels between hosts in fewer bytes than it has."""
