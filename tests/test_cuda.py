@@ -32,16 +32,34 @@ hora.broadcast(t, root=job.size - 1)
 assert bool((t == job.size - 1).all())
 handle = hora.all_reduce(torch.ones(1000, device=job.device), wait=False)
 assert float(handle.wait().sum()) == 1000 * job.size
+bits = torch.full((1000,), 1 << job.rank, dtype=torch.int16, device=job.device)
+assert int(hora.all_reduce(bits, "xor", "ring")[-1]) == (1 << job.size) - 1  # NCCL knows neither
+assert not job.group.own_gpus if job.size > 1 else job.group.own_gpus
+assert ("nccl" in job.group._engines) == (job.size == 1)
+print("fine", job.rank)
+"""
+
+ALONE = """
+import torch, hora
+from hora.collectives import engine
+from hora.collectives.reduction import OPERATIONS
+job = hora.init()
+group = job.group
+flat = torch.arange(1000.0, device=job.device)
+for algorithm in ("auto", "ring", "shared"):
+    assert hora.all_reduce(flat, "mean", algorithm) is flat
+assert not group._engines  # nobody to exchange with: NCCL is not even started
+engine._on_gpu(group, flat, OPERATIONS["mean"], by_host=None)  # the way these three take with a GPU for each rank
+assert "nccl" in group._engines and torch.equal(flat.cpu(), torch.arange(1000.0))
 print("fine", job.rank)
 """
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_ranks_reduce_cuda_tensors_alone_and_sharing_one_gpu(tmp_path: pathlib.Path, size: int) -> None:
-    script = tmp_path / "cuda.py"
-    script.write_text(SCRIPT)
+def launch(folder: pathlib.Path, script: str, size: int) -> str:
+    path = folder / "cuda.py"
+    path.write_text(script)
     done = subprocess.run(
-        [sys.executable, "-m", "hora.launch.cli", "run", "-n", str(size), str(script)],
+        [sys.executable, "-m", "hora.launch.cli", "run", "-n", str(size), str(path)],
         capture_output=True,
         text=True,
         timeout=58,
@@ -49,3 +67,13 @@ def test_ranks_reduce_cuda_tensors_alone_and_sharing_one_gpu(tmp_path: pathlib.P
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("fine") == size
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_reduce_cuda_tensors_alone_and_sharing_one_gpu(tmp_path: pathlib.Path, size: int) -> None:
+    launch(tmp_path, SCRIPT, size)
+
+
+def test_a_rank_with_a_gpu_of_its_own_reduces_through_nccl(tmp_path: pathlib.Path) -> None:
+    launch(tmp_path, ALONE, 1)

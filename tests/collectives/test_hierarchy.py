@@ -15,8 +15,8 @@ import torch
 
 from hora.collectives import Group
 from hora.collectives.auto import FIXED, Table
+from hora.collectives.hierarchy import STREAM_BYTES
 from hora.collectives.reduction import Operation
-from hora.collectives.ring import SEGMENT_BYTES
 from hora.errors import HoraError, Mismatch, PeerLost, Timeout
 from ranks import Run, failures, run
 
@@ -42,12 +42,13 @@ def test_every_layout_gives_the_flat_sum(layout: str, links: str) -> None:
 
     def work(group: Group) -> None:
         assert group.num_hosts == len(set(hosts)) and list(group.hosts) == hosts
-        for numel in (0, 1, 3, 1000, 300_001, 2 * SEGMENT_BYTES + 1):
-            wanted = group.all_reduce(part(group.rank, numel), algorithm="tree")
-            for algorithm in LAYERED:
-                tensor = part(group.rank, numel)
-                assert group.all_reduce(tensor, algorithm=algorithm) is tensor
-                assert torch.equal(tensor, wanted), (numel, algorithm)
+        for numel in (0, 1, 3, 1000, 300_001, STREAM_BYTES // 2 + 1):
+            for op in ("sum", "mean"):
+                wanted = group.all_reduce(part(group.rank, numel), op, "tree")
+                for algorithm in LAYERED:
+                    tensor = part(group.rank, numel)
+                    assert group.all_reduce(tensor, op, algorithm) is tensor
+                    assert torch.equal(tensor, wanted), (numel, op, algorithm)
 
     run(len(hosts), work, links, hosts=hosts)
 

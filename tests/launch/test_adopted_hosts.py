@@ -62,7 +62,8 @@ def by_hand(
     but without torchrun, which would end the others at the first death."""
     number = min(rank, 1)
     said = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29401"}
-    command = [*inside(hosts, number), sys.executable]
+    apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]  # one host sees no other's processes
+    command = [*inside(hosts, number), *apart, sys.executable]
     return started.start(command, *arguments, **said, **{"HORA_HOST": f"host{number}"} | env)
 
 

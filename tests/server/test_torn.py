@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hora.server.layout import Block, cut
+from hora.server.layout import PIECES, Block, cut
 from hora.server.memory import Memory
 from hora.server.shelf import Shelf
 from hora.transport import futex
@@ -21,17 +21,17 @@ pytestmark = pytest.mark.skipif(not futex.AVAILABLE, reason="memory is shared on
 
 
 class Busy:
-    """A server's shelf of four blocks whose values are all alike within a block, updated without a pause."""
+    """A server's shelf of blocks whose values are all alike within a block, updated without a pause."""
 
     def __init__(self) -> None:
-        parameters = [torch.nn.Parameter(torch.zeros(NUMEL)) for _ in range(4)]
+        parameters = [torch.nn.Parameter(torch.zeros(NUMEL)) for _ in range(PIECES)]
         optimizers = [torch.optim.SGD(parameters, lr=1.0)]
         self.part = cut(parameters, optimizers, 1, NUMEL * 4).parts[0]
-        assert len(self.part.blocks) == 4
-        self.memory = Memory.shared(4, self.part.num_bytes)
+        assert len(self.part.blocks) == PIECES
+        self.memory = Memory.shared(PIECES, self.part.num_bytes)
         assert self.memory.descriptor is not None
-        self.shelf = Shelf(self.part, self.memory, parameters, ["a", "b", "c", "d"], optimizers)
-        self.mapped = Memory(4, self.part.num_bytes, self.memory.descriptor)
+        self.shelf = Shelf(self.part, self.memory, parameters, [f"p{n}" for n in range(PIECES)], optimizers)
+        self.mapped = Memory(PIECES, self.part.num_bytes, self.memory.descriptor)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._write)
 

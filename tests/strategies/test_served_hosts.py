@@ -16,6 +16,7 @@ import ranks
 from hora.collectives import Group
 from hora.errors import HoraError, PeerLost
 from hora.strategies import parse
+from hora.training import Training
 from trainings import Plain, batch, fit, loss_of, mlp, parameters_of, part, training, uneven
 from workers import Worker, alone, assert_alike, mse
 
@@ -271,6 +272,61 @@ def test_error_feedback_makes_up_for_what_topk_leaves_out() -> None:
     assert float(moved.min()) > 60 and float(moved.max()) <= 100.5  # without it most would stay at 0
 
 
+SLOPE = torch.linspace(1.0, 2.0, 64)
+
+
+def steep(one: Training, steps: int, spoilt: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps of rate 1 down a slope that never changes; on the last rank one is not finite. How far that led in all, and
+    what this worker still owes."""
+    model = torch.nn.Linear(64, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    one.prepare(model, optimizer)
+    for step in range(steps):
+        factor = float("nan") if step == spoilt and one.rank == one.size - 1 else 1.0
+        (model(SLOPE[None]).sum() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (link,) = one.sync._client.links
+    return -model.weight.detach().view(-1), link.errors.get(0, torch.zeros(64)).clone()
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 2)], ids=["1+1", "2+1"])
+def test_a_step_that_is_not_taken_pays_no_debts(hosts: tuple[int, ...]) -> None:
+    """What was sent and what is owed are together all gradients but those of the step that was not taken."""
+    found = run(hosts, lambda group: steep(training(group, "ps:wire=topk,topk=0.1/1tcp", on_nonfinite="skip"), 9, 6))
+    owed = sum(each * hosts.count(host) for (_, each), host in zip(found, hosts, strict=True))  # a leader, of the mean
+    torch.testing.assert_close(found[0][0] * len(hosts) + owed, 8 * len(hosts) * SLOPE)
+
+
+def test_a_gradient_that_came_too_late_pays_no_debts() -> None:
+    """With a backup worker: what one has sent, as far as it counted, and what it owes are together what counted."""
+
+    def work(group: Group) -> tuple[torch.Tensor, torch.Tensor, int]:
+        one = training(group, "ps:wire=topk,topk=0.1,backup=1/1tcp")
+        _, owed = steep(one, 12)
+        group.barrier()  # the other may still have sent something after this one's last step
+        one.sync._refresh()
+        return -one.sync.roster.parameters[0].detach().view(-1).clone(), owed, one.sync.num_dropped
+
+    found = run((0, 1), work)
+    assert sum(dropped for _, _, dropped in found) > 0
+    counted = sum(12 - dropped for _, _, dropped in found)
+    torch.testing.assert_close(found[0][0] + sum(owed for _, owed, _ in found), counted * SLOPE)
+
+
+def test_a_restored_run_owes_nothing() -> None:
+    def work(group: Group) -> torch.Tensor:
+        one = training(group, "ps:wire=topk,topk=0.1/1tcp")
+        steep(one, 3)
+        sync = one.sync
+        kept = {name: p.detach().clone() for name, p in zip(sync.roster.names, sync.roster.parameters, strict=True)}
+        sync.reload(kept, {}, {})
+        return sum((owed for link in sync._client.links for owed in link.errors.values()), torch.zeros(64))
+
+    assert not any(bool(owed.any()) for owed in run((0, 1), work))
+
+
 def test_half_and_double_precision_travel_encoded_too() -> None:
     for strategy in ("ps:wire=int8/1tcp", "ps:wire=bf16/1tcp"):
         for dtype in (torch.float64, torch.bfloat16, torch.float32):
@@ -290,6 +346,23 @@ def test_half_and_double_precision_travel_encoded_too() -> None:
                 return losses[-1] - losses[0]
 
             assert all(change < 0 for change in run((0, 0), work))
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_a_mean_that_half_precision_holds_is_not_lost_in_a_sum_that_it_does_not(wire: str) -> None:
+    def work(group: Group) -> torch.Tensor:
+        one = training(group, f"ps:wire={wire}/1tcp")
+        model = torch.nn.Linear(64, 1, bias=False).half()
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-14)
+        one.prepare(model, optimizer)
+        model.weight.grad = torch.full((1, 64), 40000.0, dtype=torch.float16)
+        one.sync.after_backward()
+        optimizer.step()
+        return -model.weight.detach().float()
+
+    for moved in run((0, 0, 0), work):
+        torch.testing.assert_close(moved, torch.full((1, 64), 40000.0 / 2**14), rtol=0.01, atol=0.0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import socket
 import threading
 import time
 
@@ -10,7 +12,9 @@ import torch
 
 from hora.collectives import Group
 from hora.errors import HoraError, PeerLost, Timeout
+from hora.transport import tcp
 from hora.transport.base import COLLECTIVES, POINT_TO_POINT
+from hora.world import World
 from ranks import Run, failures, run
 
 
@@ -284,3 +288,22 @@ def test_a_transport_without_shared_memory_says_so(private: str) -> None:
             group.all_reduce(torch.ones(3), algorithm="shared")
 
     run(2, work, private)
+
+
+def test_a_rank_that_cannot_be_reached_is_named_with_the_address_that_was_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hora.transport.tcp.dial", functools.partial(tcp.dial, timeout_s=0.3))
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setattr(World, "_address", lambda world, rank: ("127.0.0.1", port))
+
+    def work(group: Group) -> None:
+        if group.rank == 0:
+            group.send(torch.ones(3), to=1)
+        else:
+            group.recv(torch.ones(3), source=0)
+
+    error = failures(2, work, "tcp", timeout_s=2.0)[0]
+    assert isinstance(error, HoraError) and str(error).startswith("rank 0 (host test"), error
+    assert "cannot reach rank 1 (host test" in str(error) and f"at 127.0.0.1 port {port}" in str(error)

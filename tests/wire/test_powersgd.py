@@ -151,3 +151,13 @@ def test_a_product_is_the_matrix_product() -> None:
     left, right, out = numbers(20, 1).view(5, 4), numbers(12, 2).view(3, 4), torch.empty(5, 3)
     product(left, right, out)
     assert torch.allclose(out, left @ right.t(), atol=1e-5)
+
+
+def test_double_precision_without_a_matrix_goes_through_float32() -> None:
+    """The exchange sends less than a ring of doubles would, though nothing in it shrinks."""
+
+    def script(group: Group) -> torch.Tensor:
+        return add_up(group, Wire("powersgd").exchange(0, 500), numbers(500, group.rank).round().double())
+
+    for found in ranks.run(2, script):
+        assert found.equal((numbers(500, 0).round() + numbers(500, 1).round()).double())

@@ -142,6 +142,52 @@ def test_a_gradient_that_is_not_finite_is_named_before_it_spoils_anything(wire: 
         assert "rank 2" in said and "is not finite" in said, said
 
 
+class Slopes(torch.nn.Module):
+    """Two matrices, each in a bucket of its own, whose gradients are the same in every step."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Parameter(torch.zeros(32, 32)) for _ in range(2))
+        self.slopes = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(rank))
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.first * self.slopes[0]).sum(), (self.second * self.slopes[1]).sum()
+
+
+def descend(group: Group, wire: str, steps: int, spoilt: int = -1, restored: int = -1) -> list[torch.Tensor]:
+    """`spoilt`: in this step the first gradient is not finite on the last rank. `restored`: before this step the run is
+    put back to where it is."""
+    one, model = training(group, f"ring:wire={wire},bucket_bytes=4096", on_nonfinite="skip"), Slopes(group.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    one.prepare(model, optimizer)
+    for step in range(steps):
+        if step == restored:
+            one.sync.reload({name: p.detach().clone() for name, p in model.named_parameters()}, {}, {})
+        first, second = model()
+        spoil = step == spoilt and group.rank == group.size - 1
+        (first * (float("nan") if spoil else 1.0) + second).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("wire", [*CODECS, "powersgd,rank=1"])
+@pytest.mark.parametrize("hosts", [[0, 1], [0, 0, 2]])
+def test_a_step_that_is_not_taken_pays_no_debts_of_any_bucket(wire: str, hosts: list[int]) -> None:
+    found = run(hosts, lambda group: descend(group, wire, 8, spoilt=5))
+    assert_alike(found)
+    assert_alike([found[0], *run(hosts, lambda group: descend(group, wire, 7))])
+
+
+@pytest.mark.parametrize("wire", ["topk", "powersgd,rank=1"])
+def test_what_was_owed_is_forgotten_when_a_run_is_restored(wire: str) -> None:
+    (once, *_), (again, *_) = (run([0, 1], lambda group, at=at: descend(group, wire, 6, restored=at)) for at in (-1, 3))
+    (half, *_) = run([0, 1], lambda group: descend(group, wire, 3))
+    assert not once[0].equal(again[0])
+    for mine, whole in zip(half, again, strict=True):
+        torch.testing.assert_close(whole, 2 * mine)
+
+
 def test_a_parameter_that_is_spread_over_buckets_is_cut_into_whole_rows() -> None:
     def script(group: Group) -> tuple[list[torch.Tensor], str]:
         one = training(group, "ring:wire=powersgd,rank=1,bucket_bytes=1024")
@@ -210,6 +256,23 @@ def test_feedback_carries_drifts_that_one_rounding_would_swallow(monkeypatch: py
         assert large == pytest.approx(-100.0, rel=0.01) and small == pytest.approx(-0.2, rel=0.1)
     monkeypatch.setattr("hora.wire.feedback.is_finite", lambda total: False)  # then nothing new is owed
     assert all(small == 0.0 for _, small in run([0, 1], script)), "the test could not fail"
+
+
+def test_checkpoints_cost_nothing_of_what_topk_owes() -> None:
+    def script(group: Group, every: int) -> list[torch.Tensor]:
+        one, model = training(group, "local:every=1,wire=topk,topk=0.1"), Slopes(group.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        one.prepare(model, optimizer)
+        for step in range(12):
+            sum(model()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % every == every - 1:
+                one.sync.snapshot()
+        return parameters_of(model)
+
+    rare, often = (run([0, 1], lambda group, every=every: script(group, every)) for every in (12, 3))
+    assert_alike([*rare, *often])
 
 
 def test_double_precision_keeps_its_type_over_a_narrow_wire() -> None:

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import statistics
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,12 @@ from .reduction import OPERATIONS, Operation
 if TYPE_CHECKING:
     from .base import Group
 
-CANDIDATES = {"ring": ring.all_reduce, "halving": halving.all_reduce, "tree": tree.all_reduce, "star": star.all_reduce}
+CANDIDATES: dict[str, Callable[[Group, torch.Tensor, Operation], None]] = {
+    "ring": ring.all_reduce,
+    "halving": halving.all_reduce,
+    "tree": tree.all_reduce,
+    "star": star.all_reduce,
+}
 SIZES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20)
 BUDGET_S = 0.5
 REPEATS = 5
@@ -52,11 +58,16 @@ class Table:
 
 def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
     """By the table; where it must be measured, that is done at the first call, by all ranks together."""
+    CANDIDATES[choose(group, flat.numel() * flat.element_size())](group, flat, operation)
+
+
+def choose(group: Group, num_bytes: int) -> str:
+    """Collective where nothing was measured yet."""
     table = known(group)
     if table is None:
         table = measure(group)
         group.adopt(table)
-    CANDIDATES[table.choose(flat.numel() * flat.element_size())](group, flat, operation)
+    return table.choose(num_bytes)
 
 
 def known(group: Group) -> Table | None:

@@ -9,6 +9,9 @@
     between     the leaders agree on the sum of all, by a ring, by what `auto` measured, or compressed (`between`)
     spread      the leader's result goes to the others of its host
 
+Large vectors that the leaders exchange by a ring pass through all three at once, segment by segment: while one is on
+the wire the next is gathered, and those that are complete are spread.
+
 So each host's link carries 2(h−1)/h of the data once with h hosts, whatever the ranks per host. Half precision is
 rounded once inside a host, and between hosts as `between` does it: the ring at every hop.
 """
@@ -33,6 +36,8 @@ Between = Callable[["Group", torch.Tensor, Operation], None]
 operation divides nothing. There are two leaders at least, and all of them call it in the same call."""
 
 BETWEEN: dict[str, Between] = {"ring": ring.all_reduce, "shared": ring.all_reduce, "auto": auto.all_reduce}
+
+STREAM_BYTES = 4 << 20  # from here on it pays to overlap the three phases
 
 Found = Callable[[list[int], str], "Group | None"]
 
@@ -64,6 +69,9 @@ class Hierarchy:
             assert isinstance(part.accord, Deputy)
             part.accord.stand_in()
             part.transport.background = group.transport.background
+        if self._streams(flat, between):
+            self._stream(group, flat, operation, plain)
+            return
         if self.inner is not None:
             _gather(self.inner, flat, plain)
         if self.leaders is not None:
@@ -74,6 +82,37 @@ class Hierarchy:
             operation.finish(flat, group.size)
         if self.inner is not None:
             _spread(self.inner, flat)
+
+    def _streams(self, flat: torch.Tensor, between: Between) -> bool:
+        """Whether the leaders exchange this vector by a ring, and in segments; the others of a host ask their leader,
+        who alone knows what was measured."""
+        num_bytes = flat.numel() * flat.element_size()
+        if num_bytes < STREAM_BYTES:
+            return False
+        if between is not auto.all_reduce:
+            return between is ring.all_reduce
+        chosen = torch.zeros(1, dtype=torch.uint8)
+        if self.leaders is not None:
+            chosen += auto.choose(self.leaders, num_bytes) == "ring"
+        if self.inner is not None:
+            _spread(self.inner, chosen)
+        return bool(chosen)
+
+    def _stream(self, group: Group, flat: torch.Tensor, operation: Operation, plain: Operation) -> None:
+        inner = self.inner
+
+        def first(segment: torch.Tensor) -> None:
+            if inner is not None:
+                _gather(inner, segment, plain)
+
+        def final(segment: torch.Tensor) -> None:
+            if inner is not None:
+                _spread(inner, segment)
+
+        if self.leaders is not None:
+            ring.all_reduce(self.leaders, flat, operation, group.size, first, final)
+        else:
+            ring.follow(flat, len(self._firsts), self._firsts.index(self._mates[0]), first, final)
 
     def add_sent_bytes(self, totals: list[int]) -> None:
         """Adds what this rank sent over the parts, by rank of the group."""

@@ -17,6 +17,7 @@ Steps: 2(n−1). Sent per rank: 2(n−1)/n of the data, only to j + 1. Half prec
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,27 +29,66 @@ from .schedule import bounds
 if TYPE_CHECKING:
     from .base import Group
 
-SEGMENT_BYTES = 512 << 10
+SEGMENT_BYTES = 1 << 20
+
+Look = Callable[[torch.Tensor], None]
 
 
-def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
+def all_reduce(
+    group: Group,
+    flat: torch.Tensor,
+    operation: Operation,
+    num_parts: int | None = None,
+    first: Look | None = None,
+    final: Look | None = None,
+) -> None:
+    """A mean divides by `num_parts`, where ranks stand for more than themselves. `first(segment)` is called before a
+    segment is read or written for the first time, `final(segment)` when it is complete and may be read; what was
+    posted before travels meanwhile."""
     n, j = group.size, group.rank
     if n == 1:
         return
     right, left = (j + 1) % n, (j - 1) % n
-    length = SEGMENT_BYTES // flat.element_size()
-    chunks = [flat[start:stop].split(length) for start, stop in bounds(flat.numel(), n)]
-    sending: list[Handle] = [group.give(right, segment) for segment in chunks[j]]
+    chunks = cut(flat, n)
+    sending: list[Handle] = []
+    for segment in chunks[j]:
+        if first:
+            first(segment)
+        sending.append(group.give(right, segment))
     last = 2 * n - 3
     for step in range(last + 1):  # scatter-reduce up to n − 2, then all-gather
+        reducing, complete = step < n - 1, step >= n - 2
         for segment in chunks[(j - step - 1) % n]:
-            group.take(left, segment, operation.combine if step < n - 1 else None).wait()
+            if first and reducing:
+                first(segment)
+            group.take(left, segment, operation.combine if reducing else None).wait()
             if step == n - 2:
-                operation.finish(segment, n)
+                operation.finish(segment, num_parts or n)
             if step < last:
                 sending.append(group.give(right, segment))
+            if final and complete:
+                final(segment)
     for handle in sending:
         handle.wait()
+
+
+def follow(flat: torch.Tensor, n: int, j: int, first: Look, final: Look) -> None:
+    """Calls `first` and `final` in the order in which rank j of n does in `all_reduce`."""
+    chunks = cut(flat, n)
+    for segment in chunks[j]:
+        first(segment)
+    for step in range(2 * n - 2):
+        for segment in chunks[(j - step - 1) % n]:
+            if step < n - 1:
+                first(segment)
+            if step >= n - 2:
+                final(segment)
+
+
+def cut(flat: torch.Tensor, n: int) -> list[Sequence[torch.Tensor]]:
+    """The segments of each chunk, one at least."""
+    length = SEGMENT_BYTES // flat.element_size()
+    return [flat[start:stop].split(length) for start, stop in bounds(flat.numel(), n)]
 
 
 def scatter_reduce(group: Group, chunks: list[torch.Tensor], operation: Operation, owner_shift: int) -> None:

@@ -142,6 +142,8 @@ class RunConfig:
             raise ValueError(f"--gpus {self.gpus:g} {how}; e.g. --engine ray --gpus 1")
         if self.hosts and self.engine is not None:
             raise ValueError(f"--hosts with --engine {self.engine}: either you name the hosts or the engine finds them")
+        if self.engine is not None and self.python is not None:
+            raise ValueError(f"--python with --engine {self.engine}: its own workers' Python is taken; leave it out")
         if self.hosts or self.engine is not None:
             if self.join is not None:
                 raise ValueError("--join with other hosts: workers join from the machine that the command runs on")

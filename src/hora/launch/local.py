@@ -82,7 +82,9 @@ def conduct(stage: Stage, undo: contextlib.ExitStack) -> int:
     launch = Launch(stage, scratch, guardian)
     outcome = launch.supervise()
     if stage.sites is not None:
-        stage.sites.finish(os.path.join(scratch, TRACE) if stage.config.trace else None)
+        missing = stage.sites.finish(os.path.join(scratch, TRACE) if stage.config.trace else None)
+        if missing and stage.config.trace:
+            stage.screen.say(f"the trace lacks what host {', '.join(site.name for site in missing)} had of it")
     end: dict[str, object] = {
         "code": outcome.code,
         "cause": outcome.cause,

@@ -234,10 +234,11 @@ class Launch:
             self._selector.unregister(bell)
 
     def _watch_sites(self) -> None:
-        """Waits for words of the other hosts, as for the ranks' output; and for room on the way there."""
+        """Waits for words of the other hosts, and for room on the way there."""
         wanted: dict[int, tuple[int, Site]] = {}
         for site in self._sites.all if self._sites is not None else ():
-            wanted |= watched(site, self._reading)
+            wanted |= watched(site)
+            site.hold(not self._reading)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, Site) and wanted.get(key.fd) != (key.events, key.data):
                 self._selector.unregister(key.fd)
@@ -247,7 +248,7 @@ class Launch:
 
     def _heed_sites(self, sites: Sites, now: float) -> None:
         for site in sites.all:
-            site.tick(now, self._reading)
+            site.tick(now)
         for site in sites.newly_lost():
             those = [child.name for child in site.children.values() if child.running]
             what = f"; {', '.join(those)} with it" if those else ""

@@ -267,7 +267,8 @@ class Client:
     def _begin(self, begin: Begin, worth: float) -> list[float]:
         """Tells all servers that a step begins; what multiplies the gradients here already, by server.
 
-        A rounding error counts the same whenever it is fed back: so what a gradient counts goes in before rounding."""
+        A rounding error counts the same whenever it is fed back: so what a gradient counts goes in before rounding.
+        Half precision may hold the mean of the mates' gradients and not their sum: it is their mean that is sent."""
         factors = []
         for link in self.links:
             mine = [parcel for parcel in link.part.parcels if parcel.optimizer == begin.optimizer]
@@ -277,7 +278,8 @@ class Client:
             begin.parcels = len(link.outstanding)
             begin.carrier, begin.factor, factor = -1, None, 1.0
             if link.encodes:
-                begin.factor, factor = 1.0, worth
+                begin.factor = 1.0 if folds is None else float(folds.size)
+                factor = worth / begin.factor
             elif folds is not None:
                 begin.factor, factor = folds.total, worth / folds.total if folds.total else 0.0
             if folds is not None and not folds.leads:
@@ -388,8 +390,7 @@ class Client:
             return
         if link.wire.num_bytes(parcel, link.wire.name) is not None:
             message.wire = link.wire.name
-            data = link.wire.encode(parcel, data, [link.span(parcel, block) for block, _, has in blocks if has],
-                                    link.errors)  # fmt: skip
+            data = link.encode(parcel, data, [block for block, _, has in blocks if has])
             plain_bytes = len(data)
         self.pushed_bytes += plain_bytes + num_rows_bytes
         self._send(link, message, data, parcel.number % len(link.lines))
@@ -503,6 +504,7 @@ class Client:
             parcel = link.part.parcels[message.parcel]
             self.lags.append(message.lag)
             link.read(parcel, message, self._targets, self._check_alive)
+            link.answered(message.parcel, counts=not message.skipped and not message.dropped)
             link.outstanding.discard(message.parcel)
             link.readies.append(message)
         elif isinstance(message, Trouble):
@@ -525,6 +527,7 @@ class Client:
         """The step under way will not take place: no answer to it can come, since one worker never pushed."""
         for link in self.links:
             link.outstanding.clear()
+            link.take_back()
             self._send(link, Drop(step))
 
     def fill(self, parameter: Callable[[Block], torch.Tensor], step: int = 0) -> None:
@@ -538,6 +541,11 @@ class Client:
                 payload = None if link.shared else link.gradients.data[parcel.at : parcel.at + parcel.num_bytes]
                 self._send(link, Fill(parcel.number, step), payload)
                 self._answer(link, Done)
+
+    def forget(self) -> None:
+        """What encoding has taken from gradients so far is given up."""
+        for link in self.links:
+            link.forget()
 
     def load(self, server: int, blob: bytes) -> None:
         """One server takes this optimizer state over."""

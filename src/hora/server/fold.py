@@ -63,6 +63,7 @@ class Fold:
     def __init__(self, inner: Group, mates: Sequence[int], links: Sequence[Link]) -> None:
         self.leader = mates[0]
         self.leads = inner.rank == 0
+        self.size = inner.size
         self.total = 0.0  # what the gradients of all mates count, in the step under way
         self._inner = inner
         self._links = {link.number for link in links}

@@ -41,6 +41,7 @@ class Link:
         self.num_retries = 0  # readings that met a write
         self.wire: Wire
         self.errors: dict[int, torch.Tensor] = {}  # by parcel: what encoding has taken from gradients so far
+        self._before: dict[int, torch.Tensor | None] = {}  # the same, without those that are still to be answered
         self._dtypes = dtypes
 
     def settle(self) -> None:
@@ -52,6 +53,31 @@ class Link:
     def encodes(self) -> bool:
         """Whether gradients are encoded on their way: not where the server reads them in place."""
         return not self.shared and self.wire.name != "fp32"
+
+    def encode(self, parcel: Parcel, place: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+        """The gradients of these blocks in bytes, with what is still owed of those before."""
+        self._before[parcel.number] = self.errors.get(parcel.number)
+        return self.wire.encode(parcel, place, [self.span(parcel, block) for block in blocks], self.errors)
+
+    def answered(self, number: int, counts: bool) -> None:
+        """A parcel's gradients have been applied, or do not count: then what was owed before them is owed still."""
+        if number not in self._before:
+            return
+        before = self._before.pop(number)
+        if not counts and before is None:
+            del self.errors[number]
+        elif not counts and before is not None:
+            self.errors[number] = before
+
+    def take_back(self) -> None:
+        """Nothing that is not answered yet counts."""
+        for number in list(self._before):
+            self.answered(number, counts=False)
+
+    def forget(self) -> None:
+        """Nothing is owed any more."""
+        self.errors.clear()
+        self._before.clear()
 
     def dtype(self, parcel: Parcel) -> torch.dtype:
         return self._dtypes[parcel.blocks[0].index]

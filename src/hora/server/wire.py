@@ -52,14 +52,14 @@ class Wire:
         self, parcel: Parcel, place: torch.Tensor, blocks: Sequence[slice], errors: dict[int, torch.Tensor]
     ) -> torch.Tensor:
         """The gradients in `place`, with what was left of them the last time, in bytes; `errors` keeps what is left
-        this time, by parcel. `blocks` are the elements that have a gradient: of the others nothing is sent or kept.
+        this time, by parcel, in a tensor of its own: whoever has the last one can go back to it. `blocks` are the
+        elements that have a gradient: of the others nothing is sent or kept.
 
         What is not finite is sent as it is and leaves no error behind: no step is taken with it."""
         assert self._codec is not None
         given = place.view(self._dtypes[parcel.number]).float()
-        error = errors.get(parcel.number)
-        if error is None:
-            error = errors[parcel.number] = torch.zeros_like(given)
+        known = errors.get(parcel.number)
+        error = errors[parcel.number] = torch.zeros_like(given) if known is None else known.clone()
         for each in blocks:
             given[each] += error[each]
         data = self._codec.encode(given)

@@ -113,6 +113,12 @@ class Courier(abc.ABC):
     def compress(self, wire: Wire, matrices: Callable[[Bucket], Sequence[Matrix]]) -> None:
         """From now on gradients cross between hosts by this wire; `matrices` are those in a bucket."""
 
+    def settle(self, counts: bool) -> None:
+        """The step that the last exchange was for is taken, or it is not: then no debts of the wire were paid."""
+
+    def forget(self) -> None:
+        """What the wire still owes is given up."""
+
     def close(self) -> None:
         """There will be no exchange any more."""
 
@@ -238,11 +244,25 @@ class Calls(Courier):
         self._flats: dict[int, torch.Tensor] = {}
         self._under_way: list[tuple[Bucket, Sequence[torch.Tensor], Pending, float]] = []
         self._found: Culprits = []
+        self._wire: Wire | None = None
         self._between: dict[int, Exchange | None] = {}  # by bucket
 
     def compress(self, wire: Wire, matrices: Callable[[Bucket], Sequence[Matrix]]) -> None:
+        self._wire = wire
         for bucket in self.buckets:
             self._between[bucket.number] = wire.exchange(bucket.number, bucket.numel, matrices(bucket))
+
+    def settle(self, counts: bool) -> None:
+        if self._wire is not None:
+            self._wire.settle(counts)
+
+    def forget(self) -> None:
+        if self._wire is not None:
+            self._wire.forget()
+
+    def close(self) -> None:
+        """The group remembers its calls, and with them the exchanges: what they owe need not stay."""
+        self.forget()
 
     def open(self) -> None:
         self._found = []

@@ -159,6 +159,8 @@ class Outer(Mean):
         result = vector.clone() if self._overlap else vector
         between = self._wire.exchange(tuple(indices), vector.numel())
         self._bulk.weighted_sum(result, shares, "drift of a round", between)
+        if between is not None:
+            between.settle(counts=True)  # every round counts
         return result
 
     def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
@@ -183,8 +185,10 @@ class Outer(Mean):
         return self._wire.tally.words(self._wire.name, rounds, "round")
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Errors that are still to be fed back are forgotten, here as by whoever goes on from the checkpoint."""
-        self._wire.forget()
+        """Rounding errors that are still to be fed back are forgotten, here as by whoever goes on from the checkpoint;
+        not what topk owes, which is most of what was learnt in many rounds."""
+        if self._wire.name != "topk":
+            self._wire.forget()
         names, known = self._roster.names, self._optimizer.state
         points = {f"point:{names[index]}": point for index, point in self._points.items()}
         momentum = {

@@ -325,6 +325,8 @@ class Replicated(Watching, Sync):
         self._backward.running = False
         self.exchanging = False
         self._verdict = Verdict(stop=bool(census.stop))
+        if self._courier is not None:
+            self._courier.settle(counts=not census.nonfinite)
         if census.loop != self.loop * size:
             raise Halt(self._out_of_step(self.loop, "loops have begun", "did one leave its loop or skip a backward()?"))
         if census.steps != self._num_steps * size:
@@ -519,6 +521,8 @@ class Replicated(Watching, Sync):
                 parameter.copy_(parameters[name])
             for name, buffer in self.roster.buffers.items():
                 buffer.copy_(buffers[name])
+        for armed in self._armed.values():
+            armed.courier.forget()
         self._buffer_versions = self.roster.signature()
 
     @property

@@ -481,6 +481,7 @@ class Served(Apart):
             self._client.fill(self._flats.values, self.steps)
             self._keep_standing()
         self.home.barrier("the servers' parameters are restored")
+        self._client.forget()
         self._refresh()
         self._buffer_versions = self.roster.signature()
 

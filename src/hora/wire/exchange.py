@@ -51,6 +51,11 @@ class Exchange(abc.ABC):
         """Nothing is owed any more."""
 
     @abc.abstractmethod
+    def settle(self, counts: bool) -> None:
+        """What the last call gave was used, or it does not count: then what was owed before that call is owed still.
+        Until then both debts are kept."""
+
+    @abc.abstractmethod
     def _sum(self, leaders: Group, vector: torch.Tensor) -> torch.Tensor:
         """Collective: the sum of all leaders' vectors, each with what it still owes. The vector stays as it is.
 

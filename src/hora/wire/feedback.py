@@ -40,6 +40,12 @@ class Scattered(Exchange):
     def forget(self) -> None:
         self._owed: torch.Tensor | None = None  # of what this leader gives
         self._owed_part: torch.Tensor | None = None  # of its part of the sum
+        self._before: tuple[torch.Tensor | None, torch.Tensor | None] | None = None  # both, until a call is settled
+
+    def settle(self, counts: bool) -> None:
+        if self._before is not None and not counts:
+            self._owed, self._owed_part = self._before
+        self._before = None
 
     def num_bytes(self, num_hosts: int) -> int:
         return 2 * (num_hosts - 1) * self._codec.num_bytes(self.numel) // num_hosts
@@ -60,6 +66,7 @@ class Scattered(Exchange):
         if is_finite(total):
             for coded, (a, b) in zip(parts, cut, strict=True):
                 given[a:b] -= codec.decode(coded, b - a)
+            self._before = (self._owed, self._owed_part)
             self._owed, self._owed_part = given, part.sub_(total[start:stop])
         return total
 
@@ -72,6 +79,12 @@ class Gathered(Exchange):
 
     def forget(self) -> None:
         self._owed: torch.Tensor | None = None
+        self._before: tuple[torch.Tensor | None] | None = None  # the same, until a call is settled
+
+    def settle(self, counts: bool) -> None:
+        if self._before is not None and not counts:
+            (self._owed,) = self._before
+        self._before = None
 
     def num_bytes(self, num_hosts: int) -> int:
         return (num_hosts - 1) * self._codec.num_bytes(self.numel)
@@ -87,6 +100,7 @@ class Gathered(Exchange):
         for piece in pieces:
             codec.add(piece, total)
         if is_finite(total):
+            self._before = (self._owed,)
             self._owed = given.sub_(codec.decode(mine, self.numel))
         return total
 

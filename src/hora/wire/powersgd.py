@@ -67,6 +67,13 @@ class PowerSGD(Exchange):
         self._random = torch.Generator().manual_seed(SEED)
         self._starts = [self._any(matrix.columns, self._rank) for matrix in self._matrices]
         self._owed: list[torch.Tensor] | None = None
+        # Both as they were before a call, until that is settled.
+        self._before: tuple[list[torch.Tensor], list[torch.Tensor] | None] | None = None
+
+    def settle(self, counts: bool) -> None:
+        if self._before is not None and not counts:
+            self._starts, self._owed = self._before
+        self._before = None
 
     def num_bytes(self, num_hosts: int) -> int:
         thin = sum(self._rank * (matrix.rows + matrix.columns) for matrix in self._matrices)
@@ -80,13 +87,14 @@ class PowerSGD(Exchange):
         came = _ring(leaders, [*(m @ start for m, start in zip(given, self._starts, strict=True)), *rest])
         left = [orthonormal(p) for p in came[: len(given)]]
         mine = [m.t() @ p for m, p in zip(given, left, strict=True)]
-        right = _ring(leaders, mine)
+        right = _ring(leaders, mine) if mine else []
         total = torch.empty(self.numel)
         for matrix, p, q in zip(self._matrices, left, right, strict=True):
             product(p, q, matrix.of(total))
         for (start, stop), part in zip(self._rest, came[len(given) :], strict=True):
             total[start:stop] = part
         if is_finite(total):
+            self._before = (self._starts, self._owed)
             self._owed = [m - p @ q.t() for m, p, q in zip(given, left, mine, strict=True)]
             self._starts = [self._next_start(q) for q in right]
         return total

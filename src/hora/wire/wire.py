@@ -42,6 +42,11 @@ class Wire:
         kind = Gathered if self.name == "topk" else Scattered
         return kind(self.name, numel, self.tally, codec(self.name, self._topk))
 
+    def settle(self, counts: bool) -> None:
+        """What the exchanges gave in the last step was used, or that step does not count: see `Exchange.settle`."""
+        for exchange in self._exchanges.values():
+            exchange.settle(counts)
+
     def forget(self) -> None:
         for exchange in self._exchanges.values():
             exchange.forget()

@@ -14,6 +14,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import select
 import selectors
 import shutil
 import signal
@@ -31,6 +32,7 @@ from hora.errors import HoraError
 from ..config import check_module
 from ..guardian import Guardian, sweep
 from ..identity import TRACE, token_descriptor
+from ..names import NAMES
 from ..process import Process
 from ..servers import num_cores
 from ..wake import STOPPING, Wake
@@ -48,6 +50,7 @@ from .frames import (
     FromAgent,
     FromLauncher,
     Hello,
+    Hold,
     Output,
     Probe,
     Probed,
@@ -73,6 +76,8 @@ FULL_BYTES = 4 << 20
 DRAIN_S = 0.4
 TERM_S = 1.0
 FLUSH_S = 5.0
+
+TOLD = "told to"
 
 Seat = tuple[str, int]
 
@@ -113,6 +118,7 @@ class Agent:
         self._heard_at = time.monotonic()
         self._beat_at = 0.0
         self._why_end = ""
+        self._held = False  # the launcher has no room for output
         self._selector = selectors.PollSelector()
         os.set_blocking(stdin, False)
         os.set_blocking(stdout, False)
@@ -168,7 +174,7 @@ class Agent:
         for seat, process in self._processes.items():
             if process.pidfd is not None:
                 wanted[process.pidfd] = (selectors.EVENT_READ, None)
-            if len(self._out) < FULL_BYTES:
+            if len(self._out) < FULL_BYTES and not self._held:
                 wanted |= dict.fromkeys(process.pipes, (selectors.EVENT_READ, seat))
         there = self._selector.get_map()
         for key in list(there.values()):
@@ -220,8 +226,10 @@ class Agent:
             process = self._processes.get((message.role, message.rank))
             if process is not None:
                 (process.signal_group if message.group else process.signal_main)(message.number)
+        elif isinstance(message, Hold):
+            self._held = message.on
         elif isinstance(message, End):
-            self._why_end = "told to"
+            self._why_end = TOLD
 
     def _facts(self, hello: Hello) -> Facts:
         os.environ.update(hello.env)
@@ -252,7 +260,7 @@ class Agent:
                 check_module(hello.command)
             except ValueError as problem:
                 return str(problem)
-        elif not os.path.isfile(hello.command):
+        elif not os.path.exists(hello.command):
             return f"there is no script {hello.command} in {hello.cwd} there; copy it, or share the folder"
         return ""
 
@@ -352,13 +360,10 @@ class Agent:
         self._judge(time.monotonic() + DRAIN_S)
         if self._hello is not None and self._guardian is not None:
             sweep(self._hello.mark)
-        if self._why_end == "told to":
+        if self._why_end == TOLD:
             self._give_files()
             self.send(Bye())
-            deadline = time.monotonic() + FLUSH_S
-            while self._out and self._why_end == "told to" and time.monotonic() < deadline:
-                self._write()
-                time.sleep(0.001)
+            self._flush()
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
         if self._guardian is not None:
@@ -369,8 +374,18 @@ class Agent:
         if self._scratch and folder.is_dir():
             for path in sorted(folder.iterdir()):
                 with contextlib.suppress(OSError), path.open("rb") as file:
-                    while data := file.read(FILE_BYTES):
+                    while self._why_end == TOLD and (data := file.read(FILE_BYTES)):
                         self.send(File(path.name, data))
+                        self._flush()
+
+    def _flush(self) -> None:
+        """Writes all that is queued, unless the launcher takes nothing for `FLUSH_S`."""
+        poller = select.poll()
+        poller.register(self._stdout, select.POLLOUT)
+        while self._out and self._why_end == TOLD:
+            if not poller.poll(FLUSH_S * 1000):
+                self._why_end = "the launcher takes nothing"
+            self._write()
 
 
 def _version(package: str) -> str:
@@ -381,7 +396,10 @@ def _version(package: str) -> str:
 
 
 def main() -> None:
-    """What a process that it starts inherits as stdin and stdout must not be the launcher's line."""
+    """What a process that it starts inherits as stdin and stdout must not be the launcher's line; and whatever run this
+    shell may be a part of, it is not theirs."""
+    for name in NAMES:
+        os.environ.pop(name, None)
     stdin, stdout = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)

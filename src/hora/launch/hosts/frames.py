@@ -7,7 +7,7 @@
                                   ◀──     Routed    this host's own address on that road
       Probe   all hosts' addresses ─▶
                                   ◀──     Probed    whom it cannot reach
-      Start, Signal … End         ──▶
+      Start, Signal, Hold … End   ──▶
                                   ◀──     Started, Output, Ended … File, Bye
 
 Both say Beat once a second, so that a cut link is told from a quiet one.
@@ -83,6 +83,12 @@ class Signal(Message, tag="signal"):
     rank: int
     number: int
     group: bool
+
+
+class Hold(Message, tag="hold"):
+    """Read nothing of the processes' output until the contrary is said."""
+
+    on: bool
 
 
 class Beat(Message, tag="beat"):
@@ -161,7 +167,7 @@ class Bye(Message, tag="bye"):
     """Nothing is left here."""
 
 
-FromLauncher = Hello | Route | Probe | Start | Signal | Beat | End
+FromLauncher = Hello | Route | Probe | Start | Signal | Hold | Beat | End
 FromAgent = Facts | Routed | Probed | Started | Output | Ended | File | Beat | Bye
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -56,7 +56,7 @@ def read_file(path: str) -> tuple[Host, ...]:
     hosts = []
     for number, line in enumerate(lines, 1):
         if line:
-            name, _, rest = line.partition(" ")
+            name, rest = [*line.split(None, 1), ""][:2]
             where = f"--hostfile {path}, line {number}"
             slots = re.fullmatch(r"(?:slots|max_slots|max-slots)\s*=\s*(\S+)", rest.strip()) if rest.strip() else None
             if rest.strip() and slots is None:

@@ -189,7 +189,7 @@ def _meet(
 def _site(name: str, sock: socket.socket) -> Site:
     back, there = os.dup(sock.fileno()), os.dup(sock.fileno())
 
-    def end() -> None:
+    def end(patience_s: float) -> None:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
         sock.close()

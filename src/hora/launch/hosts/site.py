@@ -23,6 +23,7 @@ from .frames import (
     Frames,
     FromAgent,
     FromLauncher,
+    Hold,
     Output,
     Signal,
     Start,
@@ -35,6 +36,7 @@ SILENCE_S = 3.5
 """How long an agent may say nothing, though it beats once a second, before its host counts as lost."""
 
 BEAT_S = 1.0
+ENDED = "the connection to it ended"
 COMPLAINT_LINES = 30  # ssh's warning of a host key that has changed has a dozen
 
 Answer = TypeVar("Answer", bound=FromAgent)
@@ -93,11 +95,11 @@ class Remote(Child):
 class Site:
     """`read_fd` and `write_fd` lead to the agent, `err_fd`, if there is one, gives what is said about the way to it.
 
-    `end()` waits for the end of the way itself, once nothing more is written there. Main thread only; but for that
+    `end(patience_s)` sees the way itself to its end, once nothing more is written there. Main thread only; but for that
     nothing blocks. `lost` says why nobody is there any more.
     """
 
-    def __init__(self, name: str, read_fd: int, write_fd: int, err_fd: int, end: Callable[[], None]) -> None:
+    def __init__(self, name: str, read_fd: int, write_fd: int, err_fd: int, end: Callable[[float], None]) -> None:
         self.name = name
         self.machine = name  # sites of one machine have the same
         self.mark = ""  # what all processes of its agent carry
@@ -113,7 +115,6 @@ class Site:
         self.children: dict[tuple[str, int], Remote] = {}
         self.lost = ""
         self.over = False  # it has said goodbye
-        self.problem = ""  # what it could not start
         self.keep: Callable[[str, bytes], None] = lambda name, data: None  # takes the files that it sends
         self.complaints: list[str] = []
         self._answers: list[FromAgent] = []
@@ -121,6 +122,7 @@ class Site:
         self._out = bytearray()
         self._heard_at = time.monotonic()
         self._beat_at = 0.0
+        self._held = False
         self._end = end
         for fd in (read_fd, write_fd, err_fd):
             if fd >= 0:
@@ -155,7 +157,7 @@ class Site:
             data = b""
         self._heard_at = now
         if not data:
-            self.lose("the connection to it ended")
+            self.lose(ENDED)
             return
         try:
             for body in self._frames.feed(data):
@@ -195,7 +197,7 @@ class Site:
         self.send(start)
         return child
 
-    def tick(self, now: float, watching: bool) -> None:
+    def tick(self, now: float, watching: bool = True) -> None:
         """Beats; and, while what comes is read (`watching`), loses a host that has been silent for too long."""
         if now >= self._beat_at:
             self._beat_at = now + BEAT_S
@@ -218,11 +220,20 @@ class Site:
     def ask_to_end(self) -> None:
         self.send(End())
 
-    def close(self) -> None:
-        """The way there is closed; an agent that still lives notices, and ends what it has started."""
+    def hold(self, wanted: bool) -> None:
+        """While our own output has no room the agent reads none of its processes; what else there is still comes."""
+        if wanted != self._held:
+            self._held = wanted
+            self.send(Hold(wanted))
+
+    def hang_up(self) -> None:
+        """Nothing more is said: an agent that still lives ends what it has started, and goes."""
         with contextlib.suppress(OSError):
             os.close(self.write_fd)
-        self._end()
+
+    def close(self, patience_s: float) -> None:
+        """After `hang_up`: the way there is closed."""
+        self._end(patience_s)
         for fd in (self.read_fd, self.err_fd):
             if fd >= 0:
                 with contextlib.suppress(OSError):
@@ -238,10 +249,7 @@ class Site:
             if child is not None:
                 child.told_pid = message.pid
                 if message.problem:
-                    self.problem = (
-                        self.problem or f"{child.name} could not be started on host {self.name}: {message.problem}"
-                    )
-                    child.end(1)
+                    child.end(1, f"{message.problem!r}, before it was started")
         elif isinstance(message, Ended):
             child = self.children.get((message.role, message.rank))
             if child is not None:

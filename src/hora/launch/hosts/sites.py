@@ -15,9 +15,10 @@ from ..identity import Seat
 from ..output import Stream
 from ..wake import STOPPING, Wake
 from .frames import FromAgent, FromLauncher, Start
-from .site import Remote, Site
+from .site import ENDED, Remote, Site
 
 END_S = 6.0
+CLOSE_S = 1.0
 
 Answer = TypeVar("Answer", bound=FromAgent)
 
@@ -83,7 +84,8 @@ class Sites:
                         answers[number] = answer
                     elif number not in answers and (site.lost or now >= deadline):
                         self._hear_out(site)
-                        raise ValueError(f"host {site.name}: {sorry(site)}")
+                        why = site.lost if site.lost not in ("", ENDED) else sorry(site)
+                        raise ValueError(f"host {site.name}: {why}")
                     site.tick(now, watching=False)
         return [answers[number] for number in range(len(self.all))]
 
@@ -91,7 +93,7 @@ class Sites:
         there = dict(selector.get_map())
         wanted: dict[int, tuple[int, Site]] = {}
         for site in self.all:
-            wanted |= watched(site, reading=True)
+            wanted |= watched(site)
         for key in there.values():
             if key.data is not None and wanted.get(key.fd) != (key.events, key.data):
                 selector.unregister(key.fd)
@@ -118,8 +120,9 @@ class Sites:
         self._told.update(map(id, lost))
         return lost
 
-    def finish(self, folder: str | None) -> None:
-        """All agents end what is left and go; the files that they send are put into `folder`. Bounded."""
+    def finish(self, folder: str | None) -> list[Site]:
+        """All agents end what is left and go; the files that they send are put into `folder`. Whoever has not said
+        goodbye `END_S` after the last that was heard of anybody is returned, and a signal ends the patience too."""
         for site in self.all:
             site.keep = _keeper(folder)
             site.ask_to_end()
@@ -132,19 +135,29 @@ class Sites:
                 for key, events in selector.select(0.1):
                     if key.data in left:
                         attend(key.data, key.fd, events, time.monotonic())
+                        deadline = time.monotonic() + END_S
+                if set(self._wake.read()) & set(STOPPING):
+                    break
+        return [site for site in self.all if not site.over]
 
     def close(self) -> None:
-        for site in self.all:
-            site.close()
+        close_all(self.all)
 
 
-def watched(site: Site, reading: bool) -> dict[int, tuple[int, Site]]:
+def close_all(sites: Sequence[Site]) -> None:
+    """All at once: one that does not go by itself holds nobody up."""
+    for site in sites:
+        site.hang_up()
+    deadline = time.monotonic() + CLOSE_S
+    for site in sites:
+        site.close(max(0.0, deadline - time.monotonic()))
+
+
+def watched(site: Site) -> dict[int, tuple[int, Site]]:
     """The descriptors of a site to wait for, and what for."""
-    wanted: dict[int, tuple[int, Site]] = {}
     if site.lost or site.over:
-        return wanted
-    if reading:
-        wanted[site.read_fd] = (selectors.EVENT_READ, site)
+        return {}
+    wanted = {site.read_fd: (selectors.EVENT_READ, site)}
     if site.pending:
         wanted[site.write_fd] = (selectors.EVENT_WRITE, site)
     if site.err_fd >= 0:

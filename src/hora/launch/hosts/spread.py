@@ -35,7 +35,7 @@ from ..wake import Wake
 from . import ssh
 from .frames import PROTOCOL, Facts, Hello, Peer, Probe, Probed, Route, Routed, Start
 from .site import Site
-from .sites import Place, Sites, Stopped
+from .sites import Place, Sites, Stopped, close_all
 
 if TYPE_CHECKING:
     from hora.coordinator import Service
@@ -45,6 +45,8 @@ ROUTE_S = 20.0
 PROBE_S = 30.0
 APART_S = 1.0
 """Clocks that differ by more are worth a line: time stamps and traces of the hosts do not fit together."""
+
+ANYWHERE = ("0.0.0.0", "::")  # to listen at; nobody can be called there
 
 PASSED_ON = (
     "PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_*", "MKL_*", "CUDA_*", "NCCL_*", "GLOO_*", "TORCH_*",
@@ -85,6 +87,7 @@ def run(config: RunConfig, opener: Opener) -> int:
             desk = _open_desk(config, crew, run_id, token, sites)
             undo.callback(desk.close)
             notes += _connect(sites, config, desk)
+            notes += _whereabouts(config, opening)
         except Stopped as stopped:
             return codes.of_signal(stopped.number)
         make_log_dir(config.log_dir)
@@ -122,8 +125,7 @@ def by_ssh(config: RunConfig, wake: Wake, undo: contextlib.ExitStack) -> Opening
         for host in config.hosts:
             sites.append(ssh.open_site(host, config.ssh, config.python))
     except ValueError:
-        for site in sites:
-            site.close()
+        close_all(sites)
         raise
     hosts = {site.name: host for site, host in zip(sites, config.hosts, strict=True)}
     python = config.python or sys.executable
@@ -224,12 +226,15 @@ def _open_desk(config: RunConfig, crew: Crew, run_id: str, token: bytes, sites: 
     for site in sites.all:
         site.road = _road(config, site)
     roads = list(dict.fromkeys(site.road for site in sites.all if site.road))
-    desk = open_desk(dataclasses.replace(config, bind=roads[0] if roads else config.bind), crew, run_id, token)
-    ports = {desk.address[0]: desk.address[1]}
-    for road in roads[1:]:
-        ports[road] = desk.listen(road)
+    if config.bind in ANYWHERE:
+        desk = open_desk(config, crew, run_id, token)
+        ports = dict.fromkeys([*roads, LOOPBACK], desk.address[1])
+    else:
+        desk = open_desk(dataclasses.replace(config, bind=roads[0] if roads else config.bind), crew, run_id, token)
+        ports = {desk.address[0]: desk.address[1], **{road: desk.listen(road) for road in roads[1:]}}
     for site in sites.all:
-        site.desk = (site.road or desk.address[0], ports[site.road or desk.address[0]])
+        road = site.road or next(iter(ports))
+        site.desk = (road, ports[road])
     return desk
 
 
@@ -237,7 +242,7 @@ def _road(config: RunConfig, site: Site) -> str:
     """Our address as that host should call it; empty where any will do. Whoever opened the site may know it."""
     if site.road:
         return site.road
-    if config.bind != LOOPBACK:
+    if config.bind not in (LOOPBACK, *ANYWHERE):
         return config.bind
     if config.interface:
         with contextlib.suppress(ValueError):  # the launcher may be outside of the network between the hosts
@@ -285,6 +290,16 @@ def _connect(sites: Sites, config: RunConfig, desk: Service) -> list[str]:
     networks = ", ".join(dict.fromkeys(site.interface or "an interface without a name" for site in machines))
     some = ", ".join(f"{site.name} {site.address}" for site in machines[:4]) + (", …" if len(machines) > 4 else "")
     return [f"{len(machines)} hosts over {networks} ({some}): all reach each other, in {slowest * 1e3:.1f} ms at most"]
+
+
+def _whereabouts(config: RunConfig, opening: Opening) -> list[str]:
+    """The address that a predictor prints is its own host's."""
+    there = [site for site, seats in zip(opening.sites, opening.seats, strict=True) if ("predictor", 0) in seats]
+    if config.serve is None or not there or not there[0].facts.server:
+        return []
+    near = interface.is_loopback(config.serve.host)
+    way = "; only it can ask there: --serve 0.0.0.0:PORT lets others" if near else ""
+    return [f"predictions are answered on host {there[0].name}{way}"]
 
 
 # -- who goes where ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from .host import Host
 from .site import Site
 
 CONNECT_S = 10
-END_S = 1.0
 OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}")
 AGENT = "hora.launch.hosts.agent"
 
@@ -25,9 +24,12 @@ def open_site(host: Host, ssh: str, python: str | None) -> Site:
     """Starts the agent there, or here if the host is this machine; does not wait for it. ValueError without an ssh."""
     command = [python or sys.executable, "-m", AGENT]
     path = os.pathsep.join(os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part)
-    if host.is_here:
-        return _popen(host, command, dict(os.environ))
-    words = shlex.split(ssh)
+    if host.is_here:  # how this user came here says nothing about the way to the other hosts
+        return _popen(host, command, {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"})
+    try:
+        words = shlex.split(ssh)
+    except ValueError as problem:
+        raise ValueError(f"--ssh {ssh!r} is no command: {str(problem).lower()}") from None
     if not words or shutil.which(words[0]) is None:
         raise ValueError(f"there is no {words[0] if words else 'ssh'!r} here; install ssh, or say --ssh COMMAND")
     remote = ["exec", *(["env", f"PYTHONPATH={path}"] if path else []), *command]
@@ -53,9 +55,9 @@ def _popen(host: Host, argv: list[str], env: dict[str, str]) -> Site:
     for pipe in (process.stdout, process.stdin, process.stderr):
         pipe.close()
 
-    def end() -> None:
+    def end(patience_s: float) -> None:
         try:
-            process.wait(END_S)
+            process.wait(patience_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -1,0 +1,155 @@
+"""Hosts as users name them, how ranks are dealt to them, and what is compared before anything starts."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+
+import hora
+from hora.launch.config import RunConfig
+from hora.launch.hosts import spread, ssh
+from hora.launch.hosts.frames import Facts, Frames, Output, decode_agent, frame
+from hora.launch.hosts.host import Host, deal, parse, read_file
+from hora.launch.runfile import versions
+from hora.strategies import parse as strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", [Host("a")]),
+        ("a:2,b:2", [Host("a", 2), Host("b", 2)]),
+        (" a:2 , user@b ,", [Host("a", 2), Host("user@b")]),
+        ("[fe80::1]:3,10.0.0.2", [Host("fe80::1", 3), Host("10.0.0.2")]),
+    ],
+)
+def test_hosts_are_read_as_they_are_written(text: str, hosts: list[Host]) -> None:
+    assert list(parse(text)) == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "names no host"),
+        ("a:2,a:2", "'a' is listed twice"),
+        ("a,user@a", "'a' is listed twice"),
+        ("a:0", "from 1 to"),
+        ("a:x", "from 1 to"),
+        ("a b", "is no host"),
+        ("-oProxyCommand=evil", "is no host"),
+        ("a;rm", "is no host"),
+        ("$(id)", "is no host"),
+    ],
+)
+def test_what_is_no_host_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        parse(text)
+
+
+def test_a_hostfile_has_a_host_per_line(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# all\na slots=2\nb:3 # there\n\nc\td\n")
+    with pytest.raises(ValueError, match="line 5: 'd' is not understood"):
+        read_file(str(path))
+    path.write_text("a\tslots=2\nb:3 # there\n\nuser@c\n")
+    assert read_file(str(path)) == (Host("a", 2), Host("b", 3), Host("user@c"))
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        read_file(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "slots"),
+    [
+        ("a:2,b:2", None, {"a": 2, "b": 2}),
+        ("a:2,b:2", 3, {"a": 2, "b": 1}),
+        ("a:2,b:2", 2, {"a": 2}),
+        ("a:2,b", None, {"a": 2, "b": 1}),
+        ("a,b,c", None, {"a": 1, "b": 1, "c": 1}),
+        ("a,b,c", 7, {"a": 3, "b": 2, "c": 2}),
+        ("a,b,c", 2, {"a": 1, "b": 1}),
+    ],
+)
+def test_ranks_fill_the_hosts(text: str, size: int | None, slots: dict[str, int]) -> None:
+    hosts, total = deal(parse(text), size)
+    assert {host.name: host.slots for host in hosts} == slots and total == sum(slots.values())
+
+
+def test_more_ranks_than_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="-n 5 is more than the hosts take, which is 4"):
+        deal(parse("a:2,b:2"), 5)
+
+
+def config(tmp_path: pathlib.Path, **fields: object) -> RunConfig:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    hosts, size = deal(parse("a:2,b:2"), None)
+    return RunConfig(command=(str(script),), size=size, hosts=hosts, **fields)  # type: ignore[arg-type]
+
+
+def test_servers_are_dealt_from_the_last_host_on(tmp_path: pathlib.Path) -> None:
+    placed = spread.place(config(tmp_path, strategy=strategy("ps"), servers=3))
+    assert placed == [
+        [("worker", 0), ("worker", 1), ("server", 1)],
+        [("worker", 2), ("worker", 3), ("server", 0), ("server", 2)],
+    ]
+
+
+def test_only_what_is_meant_for_them_goes_to_the_hosts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SECRET", "WANDB_MODE", "NCCL_DEBUG", "HORA_RANK", "HORA_HISTORY", "HORA_TOKEN_FILE"):
+        monkeypatch.setenv(name, "x")
+    sent = spread.forwarded(config(tmp_path, forward=("WANDB_*",), env=(("A", "1"), ("NCCL_DEBUG", "INFO"))))
+    assert sent["WANDB_MODE"] == sent["HORA_HISTORY"] == "x"
+    assert sent["A"] == "1" and sent["NCCL_DEBUG"] == "INFO"
+    assert not {"SECRET", "HORA_RANK", "HORA_TOKEN_FILE"} & set(sent)
+
+
+def facts(**changed: str) -> Facts:
+    python = ".".join(map(str, sys.version_info[:3]))
+    told = {"python": python, "torch": versions()["torch"], "hora": hora.__version__, **changed}
+    return Facts(hostname="x", executable="/usr/bin/python", cores=2, time_ns=0, **told)  # type: ignore[arg-type]
+
+
+def test_whoever_differs_is_named() -> None:
+    spread.compare(["a", "b"], [facts(), facts()])
+    for changed, words in (
+        ({"torch": "1.0"}, "host b has torch 1.0, this machine"),
+        ({"python": "3.1.4"}, "host b has Python 3.1, this machine"),
+        ({"hora": "9"}, "host b has Hora 9, this machine"),
+        ({"torch": ""}, "host b: its /usr/bin/python has no torch"),
+        ({"problem": "no folder"}, "host b: no folder"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            spread.compare(["a", "b"], [facts(), facts(**changed)])
+
+
+def test_clocks_that_are_apart_are_told_and_slow_answers_are_not() -> None:
+    second = 10**9
+    assert spread.clocks(["a"], [5 * second], 0, 9 * second) == []
+    assert "host a is 7.0 s ahead of" in spread.clocks(["a"], [17 * second], 9 * second, 10 * second)[0]
+    assert "host a is 5.0 s behind" in spread.clocks(["a"], [4 * second], 9 * second, 10 * second)[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("Host key verification failed.", "connect once by hand"),
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @|Host key verification failed.", "installed anew"),
+        ("root@b: Permission denied (publickey).", "ssh-copy-id b"),
+        ("env: '/opt/py': Permission denied", "--python"),
+        ("ssh: Could not resolve hostname b: Name or service not known", "no such host"),
+        ("Identity file x not accessible: No such file or directory|ssh: connect to host b: Connection refused", "reached"),
+        ("/opt/py: No module named hora", "has no Hora"),
+        ("", "try by hand: ssh b"),
+    ],
+)  # fmt: skip
+def test_ssh_is_understood(said: str, words: str) -> None:
+    assert words in ssh.explain(Host("b"), said.split("|") if said else [], "/opt/py", "ssh")
+
+
+def test_frames_are_cut_as_they_were_sent() -> None:
+    sent = [Output("worker", 1, 2, b"\0" * 1000), Output("server", 0, 1, b"x")]
+    stream, frames = b"".join(frame(message) for message in sent), Frames()
+    found = [decode_agent(body) for at in range(0, len(stream), 7) for body in frames.feed(stream[at : at + 7])]
+    assert found == sent
