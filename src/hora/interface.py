@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import os
+import pathlib
 import socket
 import struct
+import sys
 
 SIOCGIFADDR = 0x8915
 NOWHERE = "192.0.2.1"  # reserved for documentation: by the default route, if there is one
@@ -92,3 +95,13 @@ def outward(name: str) -> str:
         if not is_loopback(found):
             return found
     raise OSError("this host has no address but loopback")
+
+
+def kernel(namespace: str) -> str:
+    """This boot of this machine, and which of its namespaces of that kind this process lives in."""
+    if sys.platform != "linux":
+        return ""
+    with contextlib.suppress(OSError):
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(f'/proc/self/ns/{namespace}')}"
+    return ""

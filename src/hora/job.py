@@ -442,7 +442,7 @@ def init(
         raise ValueError(f"HORA_SERVERS={identity.servers}: strategy {chosen.name!r} uses none; with servers: {able}")
     limit = identity.timeout_s or timeout_s or TIMEOUT_S
     if identity.trace and identity.role != "predictor":
-        spans.open(identity.trace, identity.role, identity.rank)
+        spans.open(identity.trace, identity.role, identity.rank, identity.host)
     meeting = meet(identity)
     role = "worker" if identity.launcher == "alone" else identity.role  # alone, nobody else would form the run
     member = Member(role, identity.rank, identity.host, os.getpid())

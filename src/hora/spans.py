@@ -67,13 +67,13 @@ def during(lane: str, name: str, **facts: Any) -> Iterator[None]:
             add(lane, name, begin, **facts)
 
 
-def open(directory: str, role: str, rank: int) -> None:
+def open(directory: str, role: str, rank: int, host: str = "") -> None:
     """From now on this process's spans are written there. If they cannot be, a warning says so, and there are none."""
     global on, _writer
     if _writer is not None:
         return
     try:
-        _writer = Writer(directory, role, rank)
+        _writer = Writer(directory, role, rank, host or socket.gethostname())
     except OSError as problem:
         log.warning("no trace of this process: %s", problem)
         return
@@ -107,7 +107,7 @@ def _give_up(text: str) -> None:
 class Writer:
     """The file, and the thread that writes it."""
 
-    def __init__(self, directory: str, role: str, rank: int) -> None:
+    def __init__(self, directory: str, role: str, rank: int, host: str) -> None:
         os.makedirs(directory, exist_ok=True)
         self.path = os.path.join(directory, f"{role}-{rank}{SUFFIX}")
         if os.path.exists(self.path):  # another run's, perhaps
@@ -121,7 +121,7 @@ class Writer:
             "spans": FORMAT,
             "role": role,
             "rank": rank,
-            "host": socket.gethostname(),
+            "host": host,
             "pid": os.getpid(),
             "clock": _boot(),
             "perf_ns": clock(),

@@ -8,9 +8,7 @@ import functools
 import hashlib
 import logging
 import os
-import pathlib
 import select
-import sys
 import threading
 import time
 import weakref
@@ -21,6 +19,7 @@ import msgspec
 from .collectives.base import Group
 from .coordinator import Control, Event, Member
 from .errors import HoraError, OutOfMemory, PeerLost
+from .interface import kernel
 from .transport import Circle, Lounge, MemoryTransport, Transport, futex
 from .transport.allowance import Allowance
 from .transport.engine import open_engine
@@ -224,7 +223,7 @@ class World:
         if futex.AVAILABLE:
             with contextlib.suppress(OSError):
                 self._passing = Passing(self.token, self.timeout_s)
-        mine = Place(self._passing.address if self._passing else "", _kernel("pid"), _kernel("net"))
+        mine = Place(self._passing.address if self._passing else "", kernel("pid"), kernel("net"))
         key = f"g{self.generation}/place"
         self.control.put(f"{key}/{self.rank}", msgspec.msgpack.encode(mine))
         self._places = [
@@ -323,16 +322,6 @@ class World:
             self._port.close()
         if self._passing:
             self._passing.close()
-
-
-def _kernel(namespace: str) -> str:
-    """This boot of this machine, and which of its namespaces of that kind this process lives in."""
-    if sys.platform != "linux":
-        return ""
-    with contextlib.suppress(OSError):
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink(f'/proc/self/ns/{namespace}')}"
-    return ""
 
 
 def _forget_after_fork(world: World) -> None:

@@ -139,7 +139,7 @@ def test_clocks_that_are_apart_are_told_and_slow_answers_are_not() -> None:
         ("root@b: Permission denied (publickey).", "ssh-copy-id b"),
         ("env: '/opt/py': Permission denied", "--python"),
         ("ssh: Could not resolve hostname b: Name or service not known", "no such host"),
-        ("Identity file x not accessible: No such file or directory|ssh: connect to host b: Connection refused", "reached"),
+        ("Identity file x: No such file or directory|ssh: connect to host b: Connection refused", "reached"),
         ("/opt/py: No module named hora", "has no Hora"),
         ("", "try by hand: ssh b"),
     ],

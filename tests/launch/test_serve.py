@@ -120,7 +120,9 @@ def test_a_predictor_that_is_killed_is_named_and_the_training_goes_on(launcher: 
 
 def test_only_an_end_of_its_own_is_explained_by_an_exception() -> None:
     for code, how, explained in ((1, "exit code 1", True), (-9, "killed by SIGKILL", False)):
-        child: Any = SimpleNamespace(name="predictor", host="h", pid=1, returncode=code, how=how, exception="ValueError: old")
+        child: Any = SimpleNamespace(
+            name="predictor", host="h", pid=1, returncode=code, how=how, exception="ValueError: old"
+        )
         assert ("ValueError: old" in report.silenced(child, training=True)) == explained
 
 

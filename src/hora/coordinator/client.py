@@ -18,6 +18,7 @@ from .messages import AnyRequest, Frames, decode_answer, frame
 log = logging.getLogger(__name__)
 
 PURPOSE = "control"
+TRY_S = 2.0  # one try: between them somebody may say that whoever should listen is gone
 
 
 def dial(
@@ -35,7 +36,7 @@ def dial(
         if check is not None:
             check()
         try:
-            sock = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
+            sock = socket.create_connection(address, timeout=max(0.1, min(TRY_S, deadline - time.monotonic())))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             handshake.greet(sock, token, purpose, min(10.0, max(0.1, deadline - time.monotonic())))
             return sock

@@ -132,7 +132,7 @@ def open_desk(config: RunConfig, crew: Crew, run_id: str, token: bytes) -> Servi
 def facts(config: RunConfig, run_id: str) -> dict[str, object]:
     """What run.json says of a run: the resolved configuration, and where it runs."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    found = {name: value for name, value in fields.items() if name not in ("name", "join", "progress")}
+    found = {name: value for name, value in fields.items() if name not in ("name", "join", "progress", "ssh")}
     found["env"] = [name for name, _ in config.env]  # a value may be a secret
     found["hosts"] = [f"{host.target}:{host.slots}" for host in config.hosts]
     found["strategy"] = config.strategy.spell() if config.strategy else None

@@ -28,7 +28,7 @@ class Bulk:
         before = sum(self.group.sent_bytes)
         self.group.all_reduce(vector, "sum", self._algorithm, name=name, between=between)
         sent = sum(self.group.sent_bytes) - before
-        if not sent:
+        if not sent and self.group.num_hosts == 1:
             sent = savings.by_ring(vector.numel() * vector.element_size(), self.group.size)
             self._shown_bytes += sent
         self.count(sent)

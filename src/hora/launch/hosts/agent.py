@@ -28,6 +28,7 @@ from hora import handshake, interface
 from hora.coordinator.client import PURPOSE as CONTROL
 from hora.coordinator.client import dial
 from hora.errors import HoraError
+from hora.interface import kernel
 
 from ..config import check_module
 from ..guardian import Guardian, sweep
@@ -242,6 +243,7 @@ class Agent:
             executable=sys.executable,
             cores=num_cores(),
             time_ns=time.time_ns(),
+            machine=kernel("net"),
             client=client,
             server=server,
             problem=self._obstacle(hello),
@@ -329,6 +331,7 @@ class Agent:
         self._guardian.group(process.pid)
         self._processes[seat] = process
         self.send(Started(*seat, process.pid))
+        self._write()  # many starts may take long, and silence would be misunderstood
 
     def _judge(self, now: float) -> None:
         """Says of those that have ended how, after all that they wrote; someone outside may hold a pipe of theirs."""

@@ -113,6 +113,7 @@ class Facts(Message, tag="facts"):
     executable: str
     cores: int
     time_ns: int
+    machine: str = ""  # the same for all processes that share a kernel and a network
     client: str = ""
     server: str = ""
     problem: str = ""

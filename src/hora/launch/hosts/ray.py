@@ -94,6 +94,7 @@ def _enter(ray: Any, num_seats: int) -> None:
             "one of its nodes, e.g. with ray job submit"
         )
     before = {number: signal.getsignal(number) for number in STOPPING}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # nobody reads our pipe meanwhile
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
     here = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}} if os.environ.get("PYTHONPATH") else None
     try:
@@ -104,6 +105,8 @@ def _enter(ray: Any, num_seats: int) -> None:
                 raise ValueError(f"no Ray cluster answers at RAY_ADDRESS={address}: {problem}") from None
             cpus = max(num_seats, os.cpu_count() or 1)
             ray.init(num_cpus=cpus, _node_ip_address="127.0.0.1", runtime_env=here, **quiet)
+    except KeyboardInterrupt:
+        raise Stopped(signal.SIGINT) from None
     finally:
         for number, handler in before.items():  # Ray puts a SIGTERM of its own there
             signal.signal(number, handler)

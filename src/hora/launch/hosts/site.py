@@ -37,6 +37,8 @@ SILENCE_S = 3.5
 
 BEAT_S = 1.0
 ENDED = "the connection to it ended"
+MAX_ANSWERS = 16
+MAX_HELD_BYTES = 64 << 20  # the agent's own queue, and what pipes and sockets on the way there hold
 COMPLAINT_LINES = 30  # ssh's warning of a host key that has changed has a dozen
 
 Answer = TypeVar("Answer", bound=FromAgent)
@@ -123,6 +125,8 @@ class Site:
         self._heard_at = time.monotonic()
         self._beat_at = 0.0
         self._held = False
+        self._held_bytes = 0  # what has come since
+        self._asked_to_end = False
         self._end = end
         for fd in (read_fd, write_fd, err_fd):
             if fd >= 0:
@@ -159,6 +163,10 @@ class Site:
         if not data:
             self.lose(ENDED)
             return
+        self._held_bytes += len(data) if self._held else 0
+        if self._held_bytes > MAX_HELD_BYTES:
+            self.lose("its agent goes on sending what it was asked to hold")
+            return
         try:
             for body in self._frames.feed(data):
                 self._take(decode_agent(body), now)
@@ -176,7 +184,8 @@ class Site:
         if not data:
             os.close(self.err_fd)
             self.err_fd = -1
-        lines = [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
+        text = "".join(c if c.isprintable() else " " for c in data.decode(errors="replace").replace("\n", "\0"))
+        lines = [line.strip() for line in text.split("\0") if line.strip()]
         self.complaints = (self.complaints + lines)[-COMPLAINT_LINES:]
         return lines
 
@@ -218,12 +227,14 @@ class Site:
             child.end(-signal.SIGKILL, f"lost with its host: {why}")
 
     def ask_to_end(self) -> None:
+        self._asked_to_end = True
         self.send(End())
 
     def hold(self, wanted: bool) -> None:
         """While our own output has no room the agent reads none of its processes; what else there is still comes."""
         if wanted != self._held:
             self._held = wanted
+            self._held_bytes = 0
             self.send(Hold(wanted))
 
     def hang_up(self) -> None:
@@ -257,6 +268,10 @@ class Site:
         elif isinstance(message, File):
             self.keep(message.name, message.data)
         elif isinstance(message, Bye):
+            if not self._asked_to_end:
+                self.lose("its agent left without being asked to")
             self.over = True
         elif not isinstance(message, Beat):
             self._answers.append(message)
+            if len(self._answers) > MAX_ANSWERS:
+                self.lose("its agent answers what nobody asked")

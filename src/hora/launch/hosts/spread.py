@@ -167,6 +167,8 @@ def _greet(sites: Sites, config: RunConfig, run_id: str, token: bytes, sorry: Ca
     found = sites.ask(hello, Facts, OPEN_S, sorry)
     ended_ns = time.time_ns()
     compare([site.name for site in sites.all], found)
+    if config.hosts:
+        distinguish([site.name for site in sites.all], found)
     for site, each in zip(sites.all, found, strict=True):
         site.facts = each
     return clocks([site.name for site in sites.all], [each.time_ns for each in found], began_ns, ended_ns)
@@ -207,6 +209,15 @@ def compare(names: Sequence[str], found: Sequence[Facts]) -> None:
                 )
 
 
+def distinguish(names: Sequence[str], found: Sequence[Facts]) -> None:
+    """ValueError for one machine under two names: each would give its GPUs and cores away a second time."""
+    machines: dict[str, str] = {}
+    for name, each in zip(names, found, strict=True):
+        other = machines.setdefault(each.machine or name, name)
+        if other != name:
+            raise ValueError(f"hosts {other} and {name} are the same machine: name it once, with all its ranks")
+
+
 def clocks(names: Sequence[str], times_ns: Sequence[int], began_ns: int, ended_ns: int) -> list[str]:
     """A line for each host whose clock was outside of the time in which it answered."""
     lines = []
@@ -228,10 +239,15 @@ def _open_desk(config: RunConfig, crew: Crew, run_id: str, token: bytes, sites: 
     roads = list(dict.fromkeys(site.road for site in sites.all if site.road))
     if config.bind in ANYWHERE:
         desk = open_desk(config, crew, run_id, token)
-        ports = dict.fromkeys([*roads, LOOPBACK], desk.address[1])
+        ports = dict.fromkeys([*roads, LOOPBACK if config.bind == "0.0.0.0" else "::1"], desk.address[1])
     else:
         desk = open_desk(dataclasses.replace(config, bind=roads[0] if roads else config.bind), crew, run_id, token)
-        ports = {desk.address[0]: desk.address[1], **{road: desk.listen(road) for road in roads[1:]}}
+        ports = {desk.address[0]: desk.address[1]}
+        try:
+            ports |= {road: desk.listen(road) for road in roads[1:]}
+        except OSError as problem:
+            desk.close()
+            raise ValueError(f"cannot listen on {', '.join(roads[1:])}: {problem.strerror or problem}") from None
     for site in sites.all:
         road = site.road or next(iter(ports))
         site.desk = (road, ports[road])
@@ -277,6 +293,8 @@ def _connect(sites: Sites, config: RunConfig, desk: Service) -> list[str]:
     peers = [Peer(site.name, site.address, site.port) for site in sites.all]
     slowest = 0.0
     for site, probed in zip(sites.all, sites.ask(lambda site: Probe(peers), Probed, PROBE_S, silent), strict=True):
+        if len(probed.problems) != len(peers) or len(probed.seconds) != len(peers):
+            raise ValueError(f"host {site.name}: its agent answers what nobody asked")
         for peer, problem, seconds in zip(peers, probed.problems, probed.seconds, strict=True):
             if problem:
                 raise ValueError(

@@ -7,6 +7,7 @@ whoever must type a password or confirm a host key does so once, by hand.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -82,7 +83,7 @@ def explain(host: Host, complaints: list[str], python: str, ssh: str) -> str:
     for words in ("connection refused", "timed out", "no route to host", "network is unreachable", "connection closed"):
         if words in low:
             return f"it cannot be reached by ssh: {last}"
-    if "no module named" in low and "hora" in low:
+    if re.search(r"no module named '?hora\b", low):
         return f"its {python} has no Hora; install it there, or say --python PATH"
     if python in last:
         return f"its {python} cannot be run ({last}); say --python PATH"
