@@ -72,7 +72,7 @@ def serve(config: ServeConfig, roster: Roster, predict: Predict | None, run: Run
         servers = _servers(run, passing, roster) if run.ps is not None else None
         if run.ps is not None and servers is not None:
             strategy, access = run.ps
-            layout = layout_of(roster, access.num_servers, strategy.block_bytes)
+            layout = layout_of(roster, access, strategy.block_bytes)
             source = FromServers(roster, layout, servers, showcase, together=strategy.mode == "sync")
         else:
             source = shown = FromShowcases(roster, [showcase])
@@ -204,7 +204,7 @@ def _servers(run: Run, passing: Passing, roster: Roster) -> list[Memory] | None:
     """The servers' own memory; None if one of them has none that can be mapped here."""
     assert run.ps is not None
     strategy, access = run.ps
-    layout = layout_of(roster, access.num_servers, strategy.block_bytes)
+    layout = layout_of(roster, access, strategy.block_bytes)
     memories = []
     for number, part in enumerate(layout.parts):
         *_, address = run.control.get(f"ps/{number}", FETCH_S).decode().split()  # rank 0 has found it too

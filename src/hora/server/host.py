@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import HoraError
+from ..interface import is_loopback
 from ..lanes import is_dense
 from ..roster import Roster
 from .access import Access
 from .embedding import tables_of
-from .layout import Layout, cut
+from .layout import FAR_PIECES, PIECES, Layout, cut
 from .loop import Loop, Station
 from .state import Rules
 from .summary import summary
@@ -24,15 +25,19 @@ from .table import OPTIMIZERS, Spec
 log = logging.getLogger(__name__)
 
 
-def layout_of(roster: Roster, num_servers: int, block_bytes: int) -> Layout:
-    """How this model is cut: the same on every worker and server. ValueError if it cannot be."""
+def layout_of(roster: Roster, access: Access, block_bytes: int) -> Layout:
+    """How this model is cut: the same on every worker and server. ValueError if it cannot be.
+
+    On several hosts nobody's address is loopback, and on one everybody's is."""
     for optimizer in roster.optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS needs all parameters at once, and servers have blocks of them: use ring or auto")
     _check_apart(roster)
     _check_tables(roster)
-    tables = _specs(roster, num_servers)
-    return cut(roster.parameters, roster.optimizers, num_servers, block_bytes, sparse_ones(roster), tables)
+    tables = _specs(roster, access.num_servers)
+    pieces = PIECES if is_loopback(access.bind) else FAR_PIECES
+    servers, sparse = access.num_servers, sparse_ones(roster)
+    return cut(roster.parameters, roster.optimizers, servers, block_bytes, sparse, tables, pieces)
 
 
 def _check_apart(roster: Roster) -> None:
@@ -112,7 +117,7 @@ def _loop(
         number=number, num_servers=access.num_servers, workers=range(access.size), control=access.control,
         token=access.token, bind=access.bind, timeout_s=access.timeout_s, history=history, watched=access.watched,
     )  # fmt: skip
-    layout = layout_of(roster, access.num_servers, block_bytes)
+    layout = layout_of(roster, access, block_bytes)
     return Loop(station, layout, parameters, roster.names, roster.entries(), optimizers, rules)
 
 

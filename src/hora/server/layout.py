@@ -26,7 +26,8 @@ from ..lanes import ALIGN, CUT_BYTES, ELEMENTWISE, is_dense
 from .table import Spec
 
 ALIGN_BYTES = 128  # blocks begin on cache lines of their own
-PIECES = 16  # blocks per server at least, where it can be: the first come back while the last are still on their way
+PIECES = 4  # a model is cut into so many blocks per server at least, where it can be
+FAR_PIECES = 16  # over a network: the first come back while the last are still on their way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +109,10 @@ def cut(
     block_bytes: int,
     sparse: frozenset[int] = frozenset(),
     tables: Mapping[int, Spec] | None = None,
+    pieces: int = PIECES,
 ) -> Layout:
-    """Depends on the parameters' shapes and types and the optimizers' groups alone. `sparse` ones are cut by rows;
-    those that stand in for `tables` are not cut at all.
+    """Depends on the arguments alone: shapes and types of the parameters, groups of the optimizers. `sparse` ones are cut
+    by rows; those that stand in for `tables` are not cut at all.
 
     ValueError if there are more servers than blocks, or if two optimizers have one parameter."""
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -125,27 +127,27 @@ def cut(
     tables = tables or {}
     served = sorted(index for index in owner if parameters[index].numel() and index not in tables)
     total = sum(parameters[index].numel() * parameters[index].element_size() for index in served)
-    limit = min(block_bytes, max(CUT_BYTES, -(-total // (PIECES * num_servers))))
-    pieces: list[tuple[int, int, int]] = []  # parameter, start, stop
+    limit = min(block_bytes, max(CUT_BYTES, -(-total // (pieces * num_servers))))
+    slices: list[tuple[int, int, int]] = []  # parameter, start, stop
     for index in served:
         parameter = parameters[index]
         kind = type(optimizers[owner[index]])
         may_cut = kind in ELEMENTWISE or (index in sparse and kind is torch.optim.SparseAdam)
         if may_cut and is_dense(parameter) and parameter.numel() * parameter.element_size() > limit:
-            pieces += [(index, start, stop) for start, stop in _slices(parameter, limit, index in sparse)]
+            slices += [(index, start, stop) for start, stop in _slices(parameter, limit, index in sparse)]
         else:
-            pieces.append((index, 0, parameter.numel()))
-    if len(pieces) < num_servers and not tables:
+            slices.append((index, 0, parameter.numel()))
+    if len(slices) < num_servers and not tables:
         raise ValueError(
-            f"{num_servers} servers for a model of {len(pieces)} block{'s' * (len(pieces) != 1)}: each server needs "
-            f"one at least, so say --servers {len(pieces)} or less"
+            f"{num_servers} servers for a model of {len(slices)} block{'s' * (len(slices) != 1)}: each server needs "
+            f"one at least, so say --servers {len(slices)} or less"
         )
     server_of = _balance(
-        [(stop - start) * parameters[index].element_size() for index, start, stop in pieces], num_servers
+        [(stop - start) * parameters[index].element_size() for index, start, stop in slices], num_servers
     )
     parts = []
     for server in range(num_servers):
-        mine = [piece for piece, its in zip(pieces, server_of, strict=True) if its == server]
+        mine = [piece for piece, its in zip(slices, server_of, strict=True) if its == server]
         parts.append(_shelve(_pack(mine, parameters, owner, limit, sparse), tables, owner, server))
     return Layout(tuple(parts), frozenset(served))
 

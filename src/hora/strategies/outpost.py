@@ -31,7 +31,7 @@ class Outpost:
     ) -> None:
         self._access = access
         self._check = check
-        layout = layout_of(roster, access.num_servers, block_bytes)
+        layout = layout_of(roster, access, block_bytes)
         self.flats = Flats(roster, dict(tables or {}), access.num_servers)
         self._colocated: Colocated | None = None
         if access.colocated and not access.joined and access.rank < access.num_servers:
