@@ -20,6 +20,7 @@ from hora.serve.publisher import Offer, Publisher, note_signature
 from hora.serve.showcase import Showcase
 from hora.serve.source import Stamp
 from hora.serve.sources import FromServers, FromShowcases
+from hora.server.access import Access
 from hora.server.host import layout_of
 from hora.server.layout import Layout
 from hora.server.memory import Memory
@@ -122,7 +123,9 @@ class Servers:
     """Servers as state machines in this process, whose memory is read as a predictor reads it."""
 
     def __init__(self, roster: Roster, mode: str, num_servers: int = 2) -> None:
-        self.layout: Layout = layout_of(roster, num_servers, 1 << 20)
+        line = LocalHub(1).line()
+        access = Access(control=line, token=b"", name="", rank=0, size=1, num_servers=num_servers)
+        self.layout: Layout = layout_of(roster, access, 1 << 20)
         self.memories = [Memory(len(part.blocks), part.num_bytes) for part in self.layout.parts]
         self.servers = []
         for number, (part, memory) in enumerate(zip(self.layout.parts, self.memories, strict=True)):

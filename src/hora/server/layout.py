@@ -111,8 +111,8 @@ def cut(
     tables: Mapping[int, Spec] | None = None,
     pieces: int = PIECES,
 ) -> Layout:
-    """Depends on the arguments alone: the parameters' shapes and types, the optimizers' groups. `sparse` ones are cut by
-    rows; those that stand in for `tables` are not cut at all.
+    """Depends on the arguments alone: the parameters' shapes and types, the optimizers' groups. `sparse` ones are cut
+    by rows; those that stand in for `tables` are not cut at all.
 
     ValueError if there are more servers than blocks, or if two optimizers have one parameter."""
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
