@@ -13,6 +13,7 @@ import msgspec
 
 from ..child import Child
 from ..output import Stream
+from ..wording import harmless
 from .frames import (
     Beat,
     Bye,
@@ -184,8 +185,7 @@ class Site:
         if not data:
             os.close(self.err_fd)
             self.err_fd = -1
-        text = "".join(c if c.isprintable() else " " for c in data.decode(errors="replace").replace("\n", "\0"))
-        lines = [line.strip() for line in text.split("\0") if line.strip()]
+        lines = [harmless(line.strip()) for line in data.decode(errors="replace").splitlines() if line.strip()]
         self.complaints = (self.complaints + lines)[-COMPLAINT_LINES:]
         return lines
 

@@ -32,6 +32,7 @@ from ..runfile import RunFile, versions
 from ..showing import Show
 from ..supervision import Stage
 from ..wake import Wake
+from ..wording import harmless
 from . import ssh
 from .frames import PROTOCOL, Facts, Hello, Peer, Probe, Probed, Route, Routed, Start
 from .site import Site
@@ -191,7 +192,7 @@ def compare(names: Sequence[str], found: Sequence[Facts]) -> None:
     """ValueError naming the host where something is missing, or that differs from this machine."""
     for name, each in zip(names, found, strict=True):
         if each.problem:
-            raise ValueError(f"host {name}: {each.problem}")
+            raise ValueError(f"host {name}: {harmless(each.problem, 500)}")
     ours = {
         "Python": ".".join(map(str, sys.version_info[:2])),
         "torch": versions()["torch"] or "",
