@@ -16,9 +16,6 @@ import pytest
 from .machines import SCRIPTS, Machines, obstacle
 
 Make = Callable[..., Machines]
-large = pytest.mark.skipif(
-    os.environ.get("TEST_HOSTS") != "all", reason="takes minutes; TEST_HOSTS=all runs every test on several machines"
-)
 LEAVE_S = 20.0  # an agent that is no longer wanted may still be importing, on a busy machine
 
 

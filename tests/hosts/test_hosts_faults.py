@@ -15,8 +15,9 @@ import time
 import pytest
 
 from hora.launch import codes
+from marks import large
 
-from .conftest import Make, large
+from .conftest import Make
 from .machines import Machines, Run
 
 pytestmark = [pytest.mark.timeout(240), large]

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from hora.launch import codes
+from marks import large
 
-from .conftest import endings, large
+from .conftest import endings
 from .machines import SCRIPTS
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'hora[ray]'")

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hora.launch import codes
+from marks import large
 
-from .conftest import Make, endings, large
+from .conftest import Make, endings
 
 pytestmark = [pytest.mark.timeout(300), large]
 

@@ -13,10 +13,12 @@ import slurm
 from started import Started
 
 from hora.bench import links
+from marks import large
 
 OBSTACLE = slurm.obstacle()
 pytestmark = [
     pytest.mark.timeout(240),
+    large,
     pytest.mark.skipif(bool(OBSTACLE), reason=f"no Slurm of our own here: {OBSTACLE}"),
 ]
 
