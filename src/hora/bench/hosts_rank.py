@@ -34,10 +34,10 @@ class Ranks:
     size: int
 
     def reduce(self, tensor: torch.Tensor, algorithm: str) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # each system says how
 
     def meet(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # each system says how
 
     def end(self) -> None: ...
 

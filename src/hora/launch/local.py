@@ -10,6 +10,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import servers
@@ -24,6 +25,8 @@ from .wake import STOPPING, Wake
 
 if TYPE_CHECKING:
     from hora.coordinator import Service
+
+    from .hosts.sites import Sites
 
 
 def run(config: RunConfig) -> int:
@@ -43,29 +46,48 @@ def run(config: RunConfig) -> int:
     with Wake() as wake, contextlib.ExitStack() as undo:
         desk = open_desk(config, crew, run_id, token)
         undo.callback(desk.close)
-        make_log_dir(config.log_dir)
-        record = RunFile(directory=config.run_dir, name=config.name, warn=screen.say)
-        undo.callback(record.close)
-        if why:
-            screen.say(why)
-        about = facts(config, run_id)
-        show = Show.of_run(config, record, screen, wake, about)
-        undo.callback(show.close)
-        show.watch(desk)
-        record.begin(about)
-        record.open_control(run=run_id, address=desk.address, token=token)
-        stage = Stage(
-            config=config,
-            crew=crew,
-            run_id=run_id,
-            token=token,
-            desk=desk,
-            record=record,
-            screen=screen,
-            wake=wake,
-            show=show,
-        )
-        return conduct(stage, undo)
+        notes = [why] if why else []
+        return conduct(open_stage(config, crew, run_id, token, desk, screen, wake, undo, notes), undo)
+
+
+def open_stage(
+    config: RunConfig,
+    crew: Crew,
+    run_id: str,
+    token: bytes,
+    desk: Service,
+    screen: Screen,
+    wake: Wake,
+    undo: contextlib.ExitStack,
+    notes: Sequence[str],
+    sites: Sites | None = None,
+) -> Stage:
+    """What a run of our own coordinator needs to be seen and found; `notes` are said first."""
+    make_log_dir(config.log_dir)
+    record = RunFile(directory=config.run_dir, name=config.name, warn=screen.say)
+    undo.callback(record.close)
+    for note in notes:
+        screen.say(note)
+    about = facts(config, run_id)
+    if sites is not None:
+        about["on"] = {site.name: site.address for site in sites.all}
+    show = Show.of_run(config, record, screen, wake, about)
+    undo.callback(show.close)
+    show.watch(desk)
+    record.begin(about)
+    record.open_control(run=run_id, address=desk.address, token=token)
+    return Stage(
+        config=config,
+        crew=crew,
+        run_id=run_id,
+        token=token,
+        desk=desk,
+        record=record,
+        screen=screen,
+        wake=wake,
+        show=show,
+        sites=sites,
+    )
 
 
 def conduct(stage: Stage, undo: contextlib.ExitStack) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, ClassVar
 
-from ..wire.names import check_name, check_share
+from ..wire.names import check
 from .base import Strategy
 
 if TYPE_CHECKING:
@@ -88,11 +88,7 @@ class PS(Strategy):
             raise ValueError(f"dc_lambda takes a number, 0 or more, not {self.dc_lambda}")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ValueError(f"clip_norm takes a number above 0, not {self.clip_norm}")
-        check_name(self.wire)
-        if self.topk is not None and self.wire != "topk":
-            raise ValueError("topk has an effect only with wire=topk")
-        if self.topk is not None:
-            check_share(self.topk)
+        check(self.wire, self.topk)
         if self.block_bytes < 1024:
             raise ValueError(f"block_bytes takes a number of bytes of at least 1024, not {self.block_bytes}")
 

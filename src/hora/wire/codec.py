@@ -61,7 +61,7 @@ class _Dense:
     """What codecs have in common that say something about every element."""
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
-        raise NotImplementedError
+        raise NotImplementedError  # each of them says how
 
     def add(self, data: torch.Tensor, total: torch.Tensor) -> None:
         total += self.decode(data, len(total))

@@ -25,12 +25,10 @@ from hora import interface
 from .. import codes
 from ..config import LOOPBACK, RunConfig
 from ..identity import Crew, Seat, identity
-from ..local import conduct, facts, open_desk, settle_servers
+from ..local import conduct, open_desk, open_stage, settle_servers
 from ..names import NAMES
-from ..output import Screen, make_log_dir, open_standard_descriptors
-from ..runfile import RunFile, versions
-from ..showing import Show
-from ..supervision import Stage
+from ..output import Screen, open_standard_descriptors
+from ..runfile import versions
 from ..wake import Wake
 from ..wording import harmless
 from . import ssh
@@ -91,31 +89,9 @@ def run(config: RunConfig, opener: Opener) -> int:
             notes += _whereabouts(config, opening)
         except Stopped as stopped:
             return codes.of_signal(stopped.number)
-        make_log_dir(config.log_dir)
-        record = RunFile(directory=config.run_dir, name=config.name, warn=screen.say)
-        undo.callback(record.close)
-        for note in [*notes, *([why] if why else [])]:
-            screen.say(note)
-        about = {**facts(config, run_id), "on": {site.name: site.address for site in sites.all}}
-        show = Show.of_run(config, record, screen, wake, about)
-        undo.callback(show.close)
-        show.watch(desk)
-        record.begin(about)
-        record.open_control(run=run_id, address=desk.address, token=token)
-        _seat(sites, opening.seats, config, crew, desk)
-        stage = Stage(
-            config=config,
-            crew=crew,
-            run_id=run_id,
-            token=token,
-            desk=desk,
-            record=record,
-            screen=screen,
-            wake=wake,
-            show=show,
-            sites=sites,
-        )
-        return conduct(stage, undo)
+        _seat(sites, opening.seats, config, crew)
+        notes += [why] if why else []
+        return conduct(open_stage(config, crew, run_id, token, desk, screen, wake, undo, notes, sites), undo)
 
 
 def by_ssh(config: RunConfig, wake: Wake, undo: contextlib.ExitStack) -> Opening:
@@ -324,7 +300,7 @@ def _whereabouts(config: RunConfig, opening: Opening) -> list[str]:
 # -- who goes where ----------------------------------------------------------------------------------------------------
 
 
-def _seat(sites: Sites, seats: Sequence[Sequence[Seat]], config: RunConfig, crew: Crew, desk: Service) -> None:
+def _seat(sites: Sites, seats: Sequence[Sequence[Seat]], config: RunConfig, crew: Crew) -> None:
     where = {seat: site for site, those in zip(sites.all, seats, strict=True) for seat in those}
     workers: dict[str, list[Seat]] = {}
     for seat in sorted(seat for seat in where if seat[0] == "worker"):
