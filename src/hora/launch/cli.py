@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hora.bench.cli import bench
+from hora.claims.cli import claims
 from hora.page.cli import dashboard
 from hora.watch.trace_cli import trace
 
@@ -493,6 +494,7 @@ def explain(what: str, size: int) -> int:
 
 
 hora.add_command(bench)
+hora.add_command(claims)
 
 
 @hora.command()

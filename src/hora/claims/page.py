@@ -1,0 +1,76 @@
+"""The page docs/CLAIMS.md, written from records alone: one row per record, then a section with figure and table each."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Sequence
+
+from . import catalogue
+from .claim import Claim, Table
+from .record import Record
+
+HEAD = """# Claims
+
+What textbooks and blogs repeat about distributed training, put to the test with one script under every architecture. Each command
+can be run again: `hora claims --list` names them, `--quick` takes minutes on two cores. The rule of each claim was written down
+before it was measured; the verdict is computed from the measured rows by that rule, and this page is written from the records
+(`{command}`), never by hand.
+"""
+
+
+def write(records: Sequence[Record], folder: pathlib.Path, path: pathlib.Path) -> None:
+    path.write_text(text(records, pathlib.Path(os.path.relpath(folder, path.parent)), f"{folder}", f"{path}"))
+
+
+def text(
+    records: Sequence[Record], figures: pathlib.Path, folder: str = "docs/claims", path: str = "docs/CLAIMS.md"
+) -> str:
+    """The whole page. `figures` is where the pictures lie, as seen from the page."""
+    full = sorted(
+        (one for one in records if not one.quick), key=lambda one: (catalogue.NAMES.index(one.claim), one.cores)
+    )
+    parts = [HEAD.format(command=f"hora claims --into {folder} --page {path}")]
+    parts.append("| | claim | command | figure | verdict | measured |\n|---|---|---|---|---|---|\n" + "\n".join(
+        _row(catalogue.find(one.claim), one, figures) for one in full) + "\n")  # fmt: skip
+    for name in dict.fromkeys(one.claim for one in full):
+        parts.append(_section(catalogue.find(name), [one for one in full if one.claim == name], figures))
+    return "\n".join(parts)
+
+
+def _row(claim: Claim, record: Record, figures: pathlib.Path) -> str:
+    verdict = claim.judge(record.rows)
+    note = claim.table(record.rows).note
+    cells = [
+        str(claim.number), f"[{claim.says}](#{claim.name})", f"`{record.command}`",
+        f"[picture]({figures / record.stem}.png)", f"**{verdict.word}**: {verdict.text}",
+        f"{record.date}, {record.cores} cores; {note}",
+    ]  # fmt: skip
+    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
+
+
+def _section(claim: Claim, records: Sequence[Record], figures: pathlib.Path) -> str:
+    parts = [f"## {claim.name}", f"*{claim.says}*", f"Rule: {claim.rule}", f"The full measurement takes: {claim.needs}"]
+    for record in records:
+        table = claim.table(record.rows)
+        parts += [
+            f"**{_sentence(str(claim.judge(record.rows)))}**",
+            f"![{claim.name}, {record.cores} cores]({figures / record.stem}.png)",
+            _markdown(table),
+            f"{_sentence(table.note)} `{record.command}`, {record.date}, commit {record.commit}, "
+            f"{record.seconds / 60:.1f} minutes on {record.machine}.",
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown(table: Table) -> str:
+    lines = [table.headings, ["---"] * len(table.headings), *table.lines]
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
