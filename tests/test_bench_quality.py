@@ -60,7 +60,7 @@ def test_a_run_that_fails_is_told_with_its_last_lines(
     monkeypatch.setattr(quality, "STRATEGIES", ("ring",))
     assert quality.main(2, ("digits",), quick=True) == codes.SCRIPT_FAILED
     _, err = capfd.readouterr()
-    assert "hora bench: digits under ring ended with exit code 1:" in err and "RuntimeError: out of luck" in err
+    assert "hora bench: digits under ring with 2 ended with exit code 1:" in err and "RuntimeError: out of luck" in err
 
 
 def test_the_order_has_every_sample_once_before_any_comes_again() -> None:

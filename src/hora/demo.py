@@ -2,23 +2,20 @@
 
 Every run goes through the real launcher; its workers are this module, `python -m hora.demo RESULT EPOCHS SLOWNESS`. The
 global batch is the same everywhere, so that all runs that step together must end with the same model, up to rounding.
-The runs' records go into a folder that the demo removes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from .bench.launched import launched
 from .bench.train import ending_on_signals, num_cores
 
 if TYPE_CHECKING:
@@ -37,8 +34,6 @@ EPOCHS = 6
 GLOBAL_BATCH = 60
 LEARNING_RATE = 2e-3
 SHOW_EVERY = 10  # steps
-TAIL_LINES = 20
-LEAVE_S = 10.0
 UNKNOWN = "–"
 WIDTH = 100
 WORKER = ("-m", "hora.demo")
@@ -61,20 +56,15 @@ def main(epochs: int = EPOCHS) -> int:
     )
     results: list[Result] = []
     failures: list[str] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="hora-demo-", ignore_cleanup_errors=True) as folder,
-        ending_on_signals(),
-        _showing(console) as showing,
-    ):
-        for index, (strategy, size, slowness) in enumerate(runs):
+    with ending_on_signals(), _showing(console) as showing:
+        for strategy, size, slowness in runs:
             what = f"{size} worker{'s' if size > 1 else ''}" if slowness == 1 else f"one {slowness}x slower"
             with showing(f"{strategy}, {what}") as show:
                 length = epochs if slowness == 1 else min(epochs, UNEVEN_EPOCHS)
-                result, complaint = _run(strategy, size, length, slowness, pathlib.Path(folder) / str(index), show)
-            if result is not None:
-                results.append(result)
-            else:
-                failures.append(complaint)
+                try:
+                    results.append(_run(strategy, size, length, slowness, show))
+                except RuntimeError as error:
+                    failures.append(str(error))
     if results:
         _print_results([row for row in results if row["slowness"] == 1], console)
         _print_uneven(results, console)
@@ -115,41 +105,17 @@ def _line(name: str) -> Iterator[Show]:
     print(f"{name}: {steps} steps in {time.monotonic() - begin:.1f} s", flush=True)
 
 
-def _run(
-    strategy: str, size: int, epochs: int, slowness: int, folder: pathlib.Path, show: Show
-) -> tuple[Result | None, str]:
-    """One run through the launcher: its result, or what is to be said of its failure."""
-    folder.mkdir()
-    path = folder / "result.json"
-    command = [sys.executable, "-m", "hora.launch.cli", "run", "-n", str(size), "--strategy", strategy]
-    command += ["--run-dir", str(folder / "run"), *WORKER, str(path), str(epochs), str(slowness)]
-    said: list[str] = []
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=dict(os.environ, OMP_NUM_THREADS="1"),
-    ) as launcher:
-        assert launcher.stdout is not None
-        try:
-            for line in launcher.stdout:
-                steps = re.fullmatch(r"\[0\] step (\d+) of (\d+)\n", line)
-                if steps:
-                    show(int(steps[1]), int(steps[2]))
-                else:
-                    said.append(line)
-        except BaseException:  # interrupted: the launcher ends its ranks, which takes it a moment
-            launcher.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(LEAVE_S)
-            raise
-    if launcher.returncode:
-        tail = "".join(f"  {line}" for line in said[-TAIL_LINES:]).rstrip()
-        return None, f"{strategy} with {size} ended with exit code {launcher.returncode}:\n{tail}"
-    return {**json.loads(path.read_text()), "strategy": strategy}, ""
+def _run(strategy: str, size: int, epochs: int, slowness: int, show: Show) -> Result:
+    """One run through the launcher. RuntimeError if it fails."""
+
+    def hear(line: str) -> bool:
+        steps = re.fullmatch(r"\[0\] step (\d+) of (\d+)\n", line)
+        if steps:
+            show(int(steps[1]), int(steps[2]))
+        return steps is not None
+
+    result = launched(WORKER, epochs, slowness, size=size, strategy=strategy, hear=hear)
+    return {**result, "strategy": strategy}
 
 
 def _print_results(results: list[Result], console: Console) -> None:

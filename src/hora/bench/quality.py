@@ -7,21 +7,18 @@ Each row has the learning rate that a sweep (as `--sweep`, with seeds that are u
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..launch import codes
 from ..strategies import parse
 from ..strategies.local import DiLoCo
+from .launched import launched
 from .train import ending_on_signals
 
 if TYPE_CHECKING:
@@ -43,8 +40,6 @@ BEST = {  # docs/results/2026-11-15-local.md says how they were found
     "gpt": dict.fromkeys(STRATEGIES, 1.2e-2) | {"local:every=8": 1.6e-2, "diloco:every=32": 8e-3},
 }
 WORKER = ("-m", "hora.bench.quality_rank")
-LEAVE_S = 10.0
-TAIL_LINES = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,16 +85,15 @@ def main(
     """Measures, prints a table for each task, draws the curves; returns the exit code."""
     rows: list[Row] = []
     failures: list[str] = []
-    with ending_on_signals(), tempfile.TemporaryDirectory(prefix="hora-bench-") as folder:
-        for number, (task, strategy, lr) in enumerate(_runs(tasks, sweep)):
+    with ending_on_signals():
+        for task, strategy, lr in _runs(tasks, sweep):
             _say(f"{task}: {strategy}, learning rate {lr:g}")
             those = [SWEEP_SEED] if sweep else list(range(1 if quick else seeds or SEEDS[task]))
             steps = QUICK_STEPS if quick else STEPS[task]
-            row, complaint = measure(task, strategy, size, lr, steps, those, pathlib.Path(folder) / str(number))
-            if row is not None:
-                rows.append(row)
-            else:
-                failures.append(complaint)
+            try:
+                rows.append(measure(task, strategy, size, lr, steps, those))
+            except RuntimeError as error:
+                failures.append(f"{task} under {error}")
     from . import table
 
     for task in tasks:
@@ -122,35 +116,10 @@ def _runs(tasks: Sequence[str], sweep: bool) -> Iterator[tuple[str, str, float]]
                 yield task, strategy, lr
 
 
-def measure(
-    task: str, strategy: str, size: int, lr: float, steps: int, seeds: Sequence[int], folder: pathlib.Path
-) -> tuple[Row | None, str]:
-    """One run through the launcher: its row, or what is to be said of its failure."""
-    folder.mkdir()
-    path = folder / "result.json"
-    command = [sys.executable, "-m", "hora.launch.cli", "run", "-n", str(size), "--strategy", strategy]
-    command += ["--run-dir", str(folder / "run"), *WORKER, task, str(lr), str(steps), str(path), *map(str, seeds)]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=dict(os.environ, OMP_NUM_THREADS="1"),
-    ) as launcher:
-        try:
-            said, _ = launcher.communicate()
-        except BaseException:  # interrupted: the launcher ends its ranks, which takes it a moment
-            launcher.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(LEAVE_S)
-            raise
-    if launcher.returncode:
-        tail = "\n".join(f"  {line}" for line in said.splitlines()[-TAIL_LINES:])
-        return None, f"{task} under {strategy} ended with exit code {launcher.returncode}:\n{tail}"
-    found = json.loads(path.read_text())
-    return Row(task=task, strategy=strategy, workers=size, lr=lr, seeds=list(seeds), **found), ""
+def measure(task: str, strategy: str, size: int, lr: float, steps: int, seeds: Sequence[int]) -> Row:
+    """One run through the launcher. RuntimeError if it fails."""
+    found = launched(WORKER, task, lr, steps, *seeds, size=size, strategy=strategy)
+    return Row(task=task, strategy=strategy, workers=size, lr=lr, seeds=list(seeds), **found)
 
 
 def _say(text: str) -> None:

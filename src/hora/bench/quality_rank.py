@@ -1,4 +1,4 @@
-"""One worker of a run of `hora bench quality`: python -m hora.bench.quality_rank TASK LR STEPS RESULT SEED...
+"""One worker of a run of `hora bench quality`: python -m hora.bench.quality_rank RESULT TASK LR STEPS SEED...
 
 It trains one model per seed, side by side, each from its own beginning and in its own order of samples, in one loop
 without a break: leaving a loop closes a round, and so every round has the length that the strategy gives it. Now and
@@ -145,7 +145,7 @@ def order(count: int, length: int, seed: int) -> torch.Tensor:
     return torch.cat(rounds)[:length]
 
 
-def main(task_name: str, lr: float, steps: int, path: str, seeds: list[int]) -> None:
+def main(path: str, task_name: str, lr: float, steps: int, seeds: list[int]) -> None:
     torch.set_num_threads(1)
     job = hora.init()
     task = TASKS[task_name]()
@@ -187,4 +187,4 @@ def main(task_name: str, lr: float, steps: int, path: str, seeds: list[int]) -> 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4], [int(seed) for seed in sys.argv[5:]])
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), [int(seed) for seed in sys.argv[5:]])

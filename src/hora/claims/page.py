@@ -1,4 +1,4 @@
-"""The page docs/CLAIMS.md, written from records alone: one row per record, then a section with figure and table each."""
+"""The page docs/CLAIMS.md, written from records alone: one row for each, then a section with its figure and table."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from .record import Record
 
 HEAD = """# Claims
 
-What textbooks and blogs repeat about distributed training, put to the test with one script under every architecture. Each command
-can be run again: `hora claims --list` names them, `--quick` takes minutes on two cores. The rule of each claim was written down
-before it was measured; the verdict is computed from the measured rows by that rule, and this page is written from the records
-(`{command}`), never by hand.
+What textbooks and blogs repeat about distributed training, put to the test under every architecture. Each command can
+be run again: `hora claims --list` names them, `--quick` takes minutes on two cores. The rule of each claim was written
+down before it was measured; the verdict is computed from the measured rows by that rule, and this page is written from
+the records by `{command}`, never by hand.
 """
 
 
 def write(records: Sequence[Record], folder: pathlib.Path, path: pathlib.Path) -> None:
-    path.write_text(text(records, pathlib.Path(os.path.relpath(folder, path.parent)), f"{folder}", f"{path}"))
+    """`folder` is where the records were read from; the figures lie beside them."""
+    figures = pathlib.Path(os.path.relpath(folder, path.parent))
+    path.write_text(text(records, figures, f"hora claims --into {folder} --page {path}"))
 
 
-def text(
-    records: Sequence[Record], figures: pathlib.Path, folder: str = "docs/claims", path: str = "docs/CLAIMS.md"
-) -> str:
+def text(records: Sequence[Record], figures: pathlib.Path, command: str) -> str:
     """The whole page. `figures` is where the pictures lie, as seen from the page."""
-    full = sorted(
-        (one for one in records if not one.quick), key=lambda one: (catalogue.NAMES.index(one.claim), one.cores)
+    full = sorted(records, key=lambda one: (catalogue.NAMES.index(one.claim), one.cores))
+    overview = Table(
+        headings=("", "claim", "command", "figure", "verdict", "measured"),
+        lines=[_cells(catalogue.find(one.claim), one, figures) for one in full],
+        note="",
     )
-    parts = [HEAD.format(command=f"hora claims --into {folder} --page {path}")]
-    parts.append("| | claim | command | figure | verdict | measured |\n|---|---|---|---|---|---|\n" + "\n".join(
-        _row(catalogue.find(one.claim), one, figures) for one in full) + "\n")  # fmt: skip
+    parts = [HEAD.format(command=command), _markdown(overview) + "\n"]
     for name in dict.fromkeys(one.claim for one in full):
         parts.append(_section(catalogue.find(name), [one for one in full if one.claim == name], figures))
     return "\n".join(parts)
 
 
-def _row(claim: Claim, record: Record, figures: pathlib.Path) -> str:
+def _cells(claim: Claim, record: Record, figures: pathlib.Path) -> list[str]:
     verdict = claim.judge(record.rows)
-    note = claim.table(record.rows).note
-    cells = [
-        str(claim.number), f"[{claim.says}](#{claim.name})", f"`{record.command}`",
-        f"[picture]({figures / record.stem}.png)", f"**{verdict.word}**: {verdict.text}",
-        f"{record.date}, {record.cores} cores; {note}",
-    ]  # fmt: skip
-    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
+    return [
+        str(claim.number),
+        f"[{claim.says}](#{claim.name})",
+        f"`{record.command}`",
+        f"[picture]({figures / record.stem}.png)",
+        f"**{verdict.word}**{':' if verdict.word != 'only if' else ''} {verdict.text}",
+        f"{record.date}, {record.cores} cores; {claim.table(record.rows).note}",
+    ]
 
 
 def _section(claim: Claim, records: Sequence[Record], figures: pathlib.Path) -> str:
