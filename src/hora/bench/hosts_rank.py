@@ -2,9 +2,9 @@
 
 HOW is hora, gloo or mpi; who it is stands in the environment, as torchrun says it, or is mpirun's to say.
 It speaks a crew's language (ps_crew.py): for {"algorithm": A, "bytes": N, "calls": K} it all-reduces N bytes of float32
-K times, all ranks beginning each call together, and answers with the seconds of each and the bytes that left its host
-in all of them, by the kernel's own COUNTER, a file. With "verify" the sums are checked instead. Of MPI's ranks the
-first one speaks for all: mpirun gives it alone a stdin.
+K times, all ranks beginning each call together, and answers with the seconds of each, those of the processor that one
+took on average, and the bytes that left its host in all of them, by the kernel's own COUNTER, a file. With "verify" the
+sums are checked instead. Of MPI's ranks the first one speaks for all: mpirun gives it alone a stdin.
 """
 
 from __future__ import annotations
@@ -139,20 +139,21 @@ def measure(ranks: Ranks, request: Answer, counter: str) -> Answer:
     algorithm, tensor = request["algorithm"], torch.zeros(request["bytes"] // 4)
     if request.get("verify"):
         verify(ranks, tensor, algorithm)
-        return {"each": [], "wire_bytes": 0}
+        return {"each": [], "cpu_s": 0.0, "wire_bytes": 0}
     tensor.fill_(0)  # every page is there
     ranks.reduce(tensor[: LEAD_BYTES // 4], algorithm)
     each: list[float] = []
     ranks.meet()
-    before = _count(counter)
+    before, begun_s = _count(counter), time.process_time()
     for _ in range(request["calls"]):
         ranks.meet()
         begin = time.perf_counter()
         ranks.reduce(tensor, algorithm)
         each.append(time.perf_counter() - begin)
     ranks.meet()  # until then what this rank has sent may still wait in its own kernel
-    *slowest, most = ranks.most([*each, _count(counter) - before])
-    return {"each": slowest, "wire_bytes": most}
+    cpu_s = (time.process_time() - begun_s) / request["calls"]
+    *slowest, busiest_s, most = ranks.most([*each, cpu_s, _count(counter) - before])
+    return {"each": slowest, "cpu_s": busiest_s, "wire_bytes": most}
 
 
 def verify(ranks: Ranks, tensor: torch.Tensor, algorithm: str) -> None:

@@ -66,13 +66,17 @@ def take(title: str, entries: Sequence[Entry], rounds: int) -> tuple[list[Row], 
 def row_of(known: Row, turns: Sequence[Sequence[Answer]]) -> Row:
     """One JSON line: what is known, times over all calls of all turns, and the bytes that left the busiest host in one.
 
+    `cpu_s`, where it is told, is what a call took of the busiest rank's processor, one value for each turn.
+
     With a limit, `of_limit` is the share of the wires that was made use of: 1 cannot be reached, headers take 4 to 5 %.
     """
     each = sorted(max(call) for ranks in turns for call in zip(*(answer["each"] for answer in ranks), strict=True))
     median = statistics.median(each)
     wire_bytes = [max(answer["wire_bytes"] / len(answer["each"]) for answer in ranks) for ranks in turns]
+    cpu_s = [max(answer["cpu_s"] for answer in ranks) for ranks in turns if "cpu_s" in ranks[0]]
     row = {
         **known,
+        "each_s": each,
         "median_s": median,
         "p10_s": each[len(each) // 10],
         "p90_s": each[(len(each) * 9) // 10],
@@ -80,6 +84,7 @@ def row_of(known: Row, turns: Sequence[Sequence[Answer]]) -> Row:
         "repeats": len(each),
         "rounds": len(turns),
     }
+    row |= {"cpu_s": cpu_s} if cpu_s else {}
     return row | ({"of_limit": known["limit_s"] / median} if known.get("limit_s") else {})
 
 

@@ -13,9 +13,10 @@ from .record import Record
 HEAD = """# Claims
 
 What textbooks and blogs repeat about distributed training, put to the test under every architecture. Each command can
-be run again: `hora claims --list` names them, `--quick` takes minutes on two cores. The rule of each claim was written
-down before it was measured; the verdict is computed from the measured rows by that rule, and this page is written from
-the records by `{command}`, never by hand.
+be run again: `hora claims --list` names them, `--quick` takes minutes on two cores. The rules were fixed before the
+measurements shown here; a verdict is computed from the measured rows by its rule, and this page is written from the
+records by `{command}`, never by hand. What a verdict says of two cores and slept compute need not hold on your machine:
+run it there.
 """
 
 

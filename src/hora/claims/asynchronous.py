@@ -1,0 +1,247 @@
+"""Claim 4: asynchronous training scales linearly and never waits: where it stops.
+
+The same paced workers as in claim 2 (paced.py), under ps:mode=async and, beside it, ps. A step's compute varies by
+JITTER, and asynchronous workers begin spread over a step: with equal steps begun as one they would meet at the server
+for ever, which no real run does; spread out evenly for ever, neither.
+
+What is counted are gradients applied per second, of all workers together. Waiting is the time that a worker spends in
+its push and pull: there it waits for no other worker, but for its own link and, behind the others, for the servers'
+links. k servers take in and give out at most k · B / S gradients per second; n workers reach that when n times what one
+does alone is as much. Beyond this more workers only make every gradient later: the lag, the number of updates
+between a gradient's parameters and its arrival, is about n − 1 in any case. What that costs is measured apart, in one
+process, with a lag of exactly n − 1 on every gradient (bench/staleness.py), after the same number of samples.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..bench import links
+from . import figure, paced
+from .claim import Claim, Row, Table, Verdict, spread
+
+ROUNDS, SEEDS = 2, 3
+JITTER = 0.1
+SYNC_SERVERS = (1, 4)
+LINEAR, ADDED, NEVER, EARLY = 0.9, 0.05, 0.05, 4
+
+RULE = (
+    f"holds if with every number of servers and workers the gradients per second are at least {LINEAR:.0%} of one "
+    f"worker's times their number, and a worker's share of time in push and pull stays below {NEVER:.0%}. Only if: "
+    f"with some number of servers, up to {EARLY} workers or more, they are so many, and that share is at most "
+    f"{100 * ADDED:.0f} points above that of a worker alone, who waits for its own link only. Fails otherwise. The "
+    "accuracy at that lag is shown, not judged: that is the claim accuracy"
+)
+
+
+def _runs(quick: bool) -> list[paced.Run]:
+    runs = []
+    for workers in paced.QUICK_WORKERS if quick else paced.WORKERS:
+        for servers in paced.QUICK_SERVERS if quick else paced.SERVERS:
+            runs.append(
+                paced.Run(how="ps:mode=async", workers=workers, servers=servers, jitter=JITTER, steps=4, trail=1)
+            )
+            if servers in SYNC_SERVERS:
+                runs.append(paced.Run(how="ps", workers=workers, servers=servers, jitter=JITTER))
+    return runs
+
+
+def measure(quick: bool) -> list[Row]:
+    runs = _runs(quick)
+    found = paced.take("asynchronous", runs, 1 if quick else ROUNDS)
+    rows = [_row(run, rounds) for run, rounds in zip(runs, found, strict=True)]
+    return rows + _progress(paced.QUICK_WORKERS if quick else paced.WORKERS, range(1 if quick else SEEDS))
+
+
+def _row(run: paced.Run, rounds: Sequence[Sequence[Mapping[str, Any]]]) -> Row:
+    """A value for each round; `updates` what each server applied in it."""
+    return {
+        "part": "speed", "mode": "async" if "async" in run.how else "sync", "workers": run.workers,
+        "servers": run.servers, "rate": paced.RATE, "bytes": paced.NUM_BYTES, "compute_s": paced.COMPUTE_S,
+        "limit_per_s": run.servers * links.bits_per_s(paced.RATE) / 8 / paced.NUM_BYTES,
+        "per_s": [sum(run.steps / sum(answer["each"]) for answer in answers) for answers in rounds],
+        "waiting": [
+            sum(sum(answer["waited"]) for answer in answers) / sum(sum(answer["each"]) for answer in answers)
+            for answers in rounds
+        ],
+        "lag": [statistics.mean(lag for answer in answers for lag in answer["lags"]) for answers in rounds],
+        "updates": [answers[0]["updates"] for answers in rounds],
+        "busy": [answers[0]["busy"] for answers in rounds],
+        "steps": run.lead + run.steps + run.trail,
+    }  # fmt: skip
+
+
+def _progress(workers: Sequence[int], seeds: Sequence[int]) -> list[Row]:
+    """What gradients as late as those of so many workers are worth."""
+    import torch
+
+    from ..bench.staleness import MOMENTA, train
+
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for momentum in MOMENTA:
+        for count in workers:
+            print(f"asynchronous: accuracy at lag {count - 1}, momentum {momentum:g}", file=sys.stderr, flush=True)
+            found = [train(momentum, "none", count - 1, seed) for seed in seeds]
+            rows.append({"part": "progress", "momentum": momentum, "workers": count, "accuracies": found})
+    return rows
+
+
+# -- what the rows say -------------------------------------------------------------------------------------------------
+
+Line = tuple[str, int]  # a mode and its number of servers
+
+
+def _lines(rows: Sequence[Row]) -> dict[Line, dict[int, Row]]:
+    found: dict[Line, dict[int, Row]] = {}
+    for row in rows:
+        if row["part"] == "speed":
+            found.setdefault((row["mode"], row["servers"]), {})[row["workers"]] = row
+    return found
+
+
+def _progress_of(rows: Sequence[Row]) -> dict[float, dict[float, list[float]]]:
+    """By momentum and number of workers: the accuracy in per cent, by seed."""
+    found: dict[float, dict[float, list[float]]] = {}
+    for row in rows:
+        if row["part"] == "progress":
+            found.setdefault(row["momentum"], {})[row["workers"]] = [100 * value for value in row["accuracies"]]
+    return found
+
+
+def _share(those: Mapping[int, Row], workers: int) -> float:
+    """Of n times one worker's gradients per second."""
+    return statistics.median(those[workers]["per_s"]) / (workers * statistics.median(those[1]["per_s"]))
+
+
+def _reach(those: Mapping[int, Row]) -> int:
+    """Up to how many workers it is as linear and as free of waiting for others as the rule's condition says."""
+    alone = statistics.median(those[1]["waiting"])
+    reach = 1
+    for workers in sorted(those):
+        if _share(those, workers) < LINEAR or statistics.median(those[workers]["waiting"]) > alone + ADDED:
+            break
+        reach = workers
+    return reach
+
+
+def _knee(those: Mapping[int, Row]) -> float:
+    """The number of workers at which n times one worker's speed is all that the servers' links carry."""
+    return those[1]["limit_per_s"] / statistics.median(those[1]["per_s"])
+
+
+def judge(rows: Sequence[Row]) -> Verdict:
+    lines = {servers: those for (mode, servers), those in _lines(rows).items() if mode == "async"}
+    most = max(next(iter(lines.values())))
+    shares = [_share(those, workers) for those in lines.values() for workers in those]
+    waiting = [statistics.median(row["waiting"]) for those in lines.values() for row in those.values()]
+    reaches = {servers: _reach(those) for servers, those in sorted(lines.items())}
+    ends = {servers: those[most] for servers, those in sorted(lines.items())}
+    figures = (
+        f"{most} workers have "
+        + ", ".join(f"{100 * _share(lines[k], most):.0f} %" for k in ends)
+        + " of linear speed and wait "
+        + ", ".join(f"{100 * statistics.median(row['waiting']):.0f} %" for row in ends.values())
+        + f" of their time with {', '.join(map(str, ends))} server(s), one worker alone "
+        f"{100 * statistics.median(lines[min(lines)][1]['waiting']):.0f} %"
+    )
+    if min(shares) >= LINEAR and max(waiting) < NEVER:
+        return Verdict(word="holds", text=figures)
+    if max(reaches.values()) < EARLY:
+        return Verdict(word="fails", text=figures)
+    far = ", ".join(
+        f"with {servers} server{'s' * (servers > 1)} up to {reach} worker{'s' * (reach > 1)} (links full at "
+        f"{_knee(lines[servers]):.1f})"
+        for servers, reach in reaches.items()
+    )
+    return Verdict(word="only if", text=f"the servers' links have room: {far}; {figures}")
+
+
+def table(rows: Sequence[Row]) -> Table:
+    lines = _lines(rows)
+    counts = sorted(lines["async", 1])
+    cells = []
+    for line, those in lines.items():
+        limit = f"links: {those[1]['limit_per_s']:.1f}"
+        cells.append([f"gradients/s, {_label(line)} ({limit})", *(spread(those[n]["per_s"]) for n in counts)])
+        cells.append([f"of linear, {_label(line)}", *(f"{100 * _share(those, n):.0f} %" for n in counts)])
+    for line, those in lines.items():
+        waiting = [spread([100 * value for value in those[n]["waiting"]], ".0f") for n in counts]
+        cells.append([f"waiting, {_label(line)}", *(f"{cell} %" for cell in waiting)])
+    for line, those in lines.items():
+        if line[0] == "async":
+            cells.append([f"lag, {_label(line)}", *(spread(those[n]["lag"]) for n in counts)])
+    for momentum, by_workers in _progress_of(rows).items():
+        label = f"accuracy at lag n − 1, momentum {momentum:g}"
+        cells.append([label, *(f"{spread(by_workers[n])} %" for n in counts)])
+    rounds = len(rows[0]["per_s"])
+    seeds = max((len(row["accuracies"]) for row in rows if row["part"] == "progress"), default=0)
+    note = (
+        f"median of {rounds} round{'s' * (rounds > 1)} and the range; {paced.SETTING}, varied by {JITTER:.0%}; "
+        f"accuracy of digits after 20 epochs at a lag of exactly n − 1, {seeds} seed{'s' * (seeds > 1)}; "
+        f"{paced.busy_text([row for row in rows if row['part'] == 'speed'])}"
+    )
+    headings = ["", *(f"{n} worker{'s' * (n > 1)}" for n in counts)]
+    return Table(headings=headings, lines=cells, note=note)
+
+
+def _label(line: Line) -> str:
+    mode, servers = line
+    return f"{mode}, {servers} server{'s' * (servers > 1)}"
+
+
+def draw(rows: Sequence[Row], canvas: Any) -> None:
+    speed, waiting, progress = canvas.subplots(1, 3)
+    lines = _lines(rows)
+    for line, those in lines.items():
+        mode, servers = line
+        style = {"color": COLORS[mode][servers], "linestyle": "-" if mode == "async" else ":"}
+        label = _label(line)
+        figure.line(speed, {n: row["per_s"] for n, row in those.items()}, label, **style)
+        figure.line(waiting, {n: [100 * v for v in row["waiting"]] for n, row in those.items()}, label, **style)
+        if mode == "async" and _knee(those) < max(those):
+            limit = those[1]["limit_per_s"]
+            speed.plot([max(1.0, _knee(those)), max(those)], [limit, limit], color=style["color"], linestyle="--",
+                       linewidth=0.8)  # fmt: skip
+    counts = sorted(lines["async", 1])
+    one = statistics.median(lines["async", 1][1]["per_s"])
+    speed.plot(counts, [n * one for n in counts], color=figure.COLORS["ideal"], label="linear")
+    speed.plot([], [], color="0.3", linestyle="--", linewidth=0.8, label="limit of the servers' links")
+    speed.set_ylim(0, 1.05 * counts[-1] * one)
+    waiting.set_ylim(0, 100)
+    for momentum, by_workers in _progress_of(rows).items():
+        color = figure.COLORS["async"] if momentum else "0.3"
+        figure.line(progress, by_workers, f"momentum {momentum:g}", color=color)
+    lowest = min(min(values) for by_workers in _progress_of(rows).values() for values in by_workers.values())
+    progress.set_ylim(min(80.0, lowest - 2), 100)
+    for axis in (waiting, progress):
+        axis.set_xscale("log", base=2)
+    for axis in (speed, waiting, progress):
+        axis.set_xticks(counts, [f"{n}" for n in counts])
+    figure.dress(speed, "Gradients applied per second", "workers", "per second, of all workers")
+    figure.dress(waiting, "What a worker waits in push and pull", "workers", "% of a worker's time", legend=False)
+    figure.dress(progress, "What a gradient is worth at lag n − 1", "workers", "test accuracy, % (digits)")
+
+
+COLORS = {
+    "async": {1: "darkgreen", 2: figure.COLORS["async"], 4: "yellowgreen"},
+    "sync": {1: "indigo", 2: figure.COLORS["sync"], 4: "plum"},
+}
+
+CLAIM = Claim(
+    number=4,
+    name="asynchronous",
+    says="Asynchronous training scales linearly and never waits",
+    rule=RULE,
+    needs=paced.NEEDS,
+    minutes=(1, 7),
+    measure=measure,
+    judge=judge,
+    table=table,
+    draw=draw,
+    obstacle=paced.obstacle,
+    figure_size=(13.0, 4.5),
+)

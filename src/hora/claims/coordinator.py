@@ -1,0 +1,234 @@
+"""Claim: all-reduce still needs a coordinator, but it carries almost nothing.
+
+Runs whose coordinator lives in this process and counts (coordinator_desk.py): all bytes that it receives and sends,
+against the bytes of tensors that the workers give to others. The processes are those of `hora run`, with its metrics: a
+job.log in every step, and reports four times a second. Counted apart: what passes before the first step, in the steps,
+and at the end. Of what is pulled from servers nothing is counted as tensors, so that the coordinator's share under `ps`
+is taken too large rather than too small.
+
+Reports go by the clock: a longer step holds more of them, whatever is trained. So there are runs without metrics too,
+where only what the steps themselves need is left. `needed` means that nobody begins without it: hora.init() returns
+when the coordinator has seen everybody join, and it is where the processes learn each other's addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .claim import Claim, Row, Table, Verdict, spread
+
+SHARE = 0.01  # of the bytes of tensors
+LARGE = 1_000_000  # parameters: from here on the share counts
+STRATEGIES = {"ring": 0, "ps": 2, "ps:mode=async": 2, "local:every=8": 0}  # with so many servers
+COLORS = {"ring": "ring", "ps": "sync", "ps:mode=async": "async", "local:every=8": "local"}
+QUICK = ((2, 100_000, True), (2, 1_000_000, True))
+FULL = (
+    (2, 1_000_000, True), (4, 100_000, True), (4, 1_000_000, True), (4, 1_000_000, False), (4, 10_000_000, True),
+    (8, 1_000_000, True),
+)  # workers, parameters, with metrics  # fmt: skip
+FIRST_STEPS = 8  # not counted: a whole round of local:every=8
+REPORTS, SAMPLES = ("report",), ("take", "begin", "done")
+
+
+def measure(quick: bool) -> list[Row]:
+    rows = []
+    for workers, params, metrics in QUICK if quick else FULL:
+        rows += measured(
+            list(STRATEGIES), workers, params, metrics, steps=16 if quick else 32, rounds=1 if quick else 3
+        )
+    return rows
+
+
+def measured(names: Sequence[str], workers: int, params: int, metrics: bool, *, steps: int, rounds: int) -> list[Row]:
+    """A row for each strategy. All are started, then they take turns, the order rotated."""
+    from .coordinator_desk import Setting, opened
+
+    text = f"{workers} workers, {params / 1e6:g} M parameters{'' if metrics else ', no metrics'}"
+    with contextlib.ExitStack() as stack:
+        desks, rows = [], []
+        for name in names:
+            print(f"{text}: starting {name}", file=sys.stderr, flush=True)
+            servers = STRATEGIES[name]
+            setting = Setting(strategy=name, workers=workers, params=params, metrics=metrics, servers=servers)
+            desks.append(stack.enter_context(opened(setting)))
+            row: Row = {"strategy": name, "workers": workers, "servers": servers, "params": params, "metrics": metrics}
+            rows.append(row | {"steps": steps, "meeting": desks[-1].start(), "repeats": []})
+            desks[-1].ask(FIRST_STEPS)
+        for round in range(rounds):
+            print(f"{text}: round {round + 1} of {rounds}", file=sys.stderr, flush=True)
+            for index in range(len(names)):
+                at = (round + index) % len(names)
+                rows[at]["repeats"].append(desks[at].ask(steps))
+        for desk, row in zip(desks, rows, strict=True):
+            row["leaving"] = desk.stop()
+    return rows
+
+
+def judge(rows: Sequence[Row]) -> Verdict:
+    strangers = [row for row in rows if joined(row) < row["workers"] + row["servers"]]
+    if strangers:
+        return Verdict(word="fails", text=f"not everybody met through it, e.g. under {strangers[0]['strategy']}")
+    large = [row for row in rows if row["params"] >= LARGE and row["metrics"]]
+    most = {name: max(share(row) for row in large if row["strategy"] == name) for name in _names(large)}
+    figures = ", ".join(f"{name} {_percent(value)}" for name, value in most.items())
+    ring = sorted((row for row in rows if row["strategy"] == "ring"), key=lambda row: row["workers"])
+    met = " and ".join(
+        f"{row['meeting']['bytes'] / row['workers'] / 1e3:.1f} kB among {row['workers']}" for row in (ring[0], ring[-1])
+    )
+    told = (
+        f"the coordinator's share of the bytes of tensors, with {LARGE / 1e6:g} M parameters and more, is at most: "
+        f"{figures}; it is needed to begin: each worker of the ring meets the others through it, with {met}"
+    )
+    little = [name for name, value in most.items() if value < SHARE]
+    if len(little) == len(most):
+        return Verdict(word="holds", text=told)
+    if little:
+        return Verdict(word="only if", text=f"the strategy is {' or '.join(little)}: {told}")
+    return Verdict(word="fails", text=told)
+
+
+def joined(row: Row) -> int:
+    """How many processes asked the coordinator to let them in, and were, before the first step."""
+    found: int = row["meeting"]["by_kind"].get("join", [0, 0])[0]
+    return found
+
+
+def per_step(row: Row, kinds: Sequence[str] | None = None) -> list[float]:
+    """Bytes through the coordinator in one step of all workers, in each repeat; of these kinds, or all."""
+    if kinds is None:
+        return [repeat["bytes"] / row["steps"] for repeat in row["repeats"]]
+    return [sum(repeat["by_kind"].get(kind, [0, 0])[1] for kind in kinds) / row["steps"] for repeat in row["repeats"]]
+
+
+def share(row: Row) -> float:
+    """Of the bytes of tensors, in the median repeat."""
+    return statistics.median(repeat["bytes"] / repeat["tensor_bytes"] for repeat in row["repeats"])
+
+
+def tensors(row: Row) -> float:
+    """Bytes that the workers give to others in one step of all of them, in the median repeat."""
+    return statistics.median(repeat["tensor_bytes"] for repeat in row["repeats"]) / row["steps"]
+
+
+def step_s(row: Row) -> float:
+    return statistics.median(repeat["seconds"] for repeat in row["repeats"]) / row["steps"]
+
+
+def table(rows: Sequence[Row]) -> Table:
+    lines = []
+    for row in rows:
+        name = f"{row['strategy']}, {row['workers']} × {row['params'] / 1e6:g} M"
+        met, reports, samples = row["meeting"], per_step(row, REPORTS), per_step(row, SAMPLES)
+        lines.append([
+            name if row["metrics"] else f"{name}, no metrics", f"{_messages(met)}, {met['bytes'] / 1e3:.1f} kB",
+            spread(per_step(row), ".0f"), f"{statistics.median(reports):.0f}", f"{statistics.median(samples):.0f}",
+            f"{tensors(row) / 1e6:.2f}", _percent(share(row)),
+            spread([1e3 * repeat["seconds"] / row["steps"] for repeat in row["repeats"]], ".0f"),
+        ])  # fmt: skip
+    first = rows[0]
+    asked = ", ".join(f"{kind} {messages}" for kind, (messages, _) in first["meeting"]["by_kind"].items())
+    return Table(
+        headings=["strategy, workers × parameters", "before the first step", "bytes in a step", "of these reports",
+                  "of these samples", "MB of tensors in a step", "share", "step: ms"],
+        lines=lines,
+        note=f"what passes through the coordinator, in and out, for a step of all workers together; ps with "
+        f"{STRATEGIES['ps']} servers; median (least to greatest) of {len(first['repeats'])} × {first['steps']} steps, "
+        f"interleaved. Requests before the first step of {first['strategy']} with {first['workers']} workers: {asked}",
+    )  # fmt: skip
+
+
+def draw(rows: Sequence[Row], figure: Any) -> None:
+    by_workers, by_params, kinds = figure.subplots(1, 3)
+    watched = [row for row in rows if row["metrics"]]
+    params, workers = (_commonest([row[key] for row in watched]) for key in ("params", "workers"))
+    alike = [row for row in watched if row["params"] == params]
+    most = f"{params / 1e6:g} M parameters: at most\n{_percent(max(map(share, alike)))} of the tensors' bytes"
+    _lines(by_workers, alike, "workers", most, "workers")
+    by_workers.set_xticks(sorted({row["workers"] for row in watched}))
+    by_workers.legend(fontsize=8, title="dashed: tensors between workers\nsolid: through the coordinator",
+                      title_fontsize=8, loc="center right")  # fmt: skip
+    alike = [row for row in watched if row["workers"] == workers]
+    ring = sorted((row for row in alike if row["strategy"] == "ring"), key=lambda row: row["params"])
+    grown, longer, passed = (
+        value(ring[-1]) / value(ring[0]) for value in (tensors, step_s, lambda row: statistics.median(per_step(row)))
+    )
+    growth = (
+        f"{workers} workers, by the model's size: the ring's tensors × {grown:.0f},\n"
+        f"its steps × {longer:.1f} as long, its coordinator's bytes × {passed:.1f}"
+    )
+    _lines(by_params, alike, "params", growth, "parameters")
+    by_params.set_xscale("log")
+    _bars(kinds, [row for row in rows if (row["params"], row["workers"]) == (params, workers)])
+    kinds.set_title(f"What passes through it:\n{workers} workers, {params / 1e6:g} M parameters", fontsize=10)
+
+
+def _lines(axis: Any, rows: Sequence[Row], key: str, title: str, x: str) -> None:
+    from . import figure
+
+    for name in _names(rows):
+        mine = sorted((row for row in rows if row["strategy"] == name), key=lambda row: row[key])
+        color = figure.COLORS[COLORS[name]]
+        figure.line(axis, {row[key]: per_step(row) for row in mine}, name, color=color)
+        axis.plot([row[key] for row in mine], list(map(tensors, mine)), "--", marker=".", color=color, linewidth=1)
+    figure.dress(axis, title, x, "bytes in a step of all workers", legend=False)
+    axis.set_yscale("log")
+
+
+def _bars(axis: Any, rows: Sequence[Row]) -> None:
+    """What passes in a step, by kind, with metrics and without."""
+    labels = [row["strategy"] if row["metrics"] else f"{row['strategy']},\nno metrics" for row in rows]
+    left = [0.0] * len(rows)
+    for label, kinds in (("reports", REPORTS), ("samples on lease", SAMPLES), ("the rest", None)):
+        if kinds is None:
+            values = [statistics.median(per_step(row)) - before for row, before in zip(rows, left, strict=True)]
+        else:
+            values = [statistics.median(per_step(row, kinds)) for row in rows]
+        axis.barh(range(len(rows)), values, left=left, label=label)
+        left = [before + value for before, value in zip(left, values, strict=True)]
+    for place, total in enumerate(left):
+        axis.annotate(f"{total:.0f}", (total, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axis.set_yticks(range(len(rows)), labels, fontsize=8)
+    axis.margins(x=0.12)
+    axis.invert_yaxis()
+    axis.set_xlabel("bytes in a step of all workers")
+    axis.grid(alpha=0.3, axis="x")
+    axis.legend(fontsize=8)
+
+
+def _messages(passed: Row) -> int:
+    """Requests of all kinds."""
+    return sum(messages for messages, _ in passed["by_kind"].values())
+
+
+def _commonest(values: Sequence[int]) -> int:
+    """The larger one of several."""
+    return max(set(values), key=lambda value: (values.count(value), value))
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["strategy"] for row in rows))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2g} %" if value == 0 or value >= 1e-6 else "less than 0.0001 %"
+
+
+CLAIM = Claim(
+    number=13,
+    name="coordinator",
+    says="A coordinator is still needed by all-reduce, but carries almost nothing: bytes through it per step.",
+    rule="holds if every process of every run meets the others through it, and what passes through it in a step, in "
+    f"and out, with metrics, is less than {SHARE:.0%} of the bytes of tensors that the workers send in it, wherever "
+    f"the model has {LARGE / 1e6:g} M parameters or more; only if, where some strategies do so; fails otherwise.",
+    needs="nothing: 2, 4 and 8 workers, which take turns",
+    minutes=(1, 6),
+    measure=measure,
+    judge=judge,
+    table=table,
+    draw=draw,
+    figure_size=(13.0, 4.8),
+)

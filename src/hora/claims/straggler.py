@@ -1,0 +1,249 @@
+"""Claim 6: a straggler holds synchronous training back; bounded staleness and backup workers help.
+
+Four workers (eight where there are sixteen cores) go through the same data, each strategy in a run of its own, with
+three loops: all alike (the control), a lasting straggler, passing ones. Compute is paced by sleeping, as if an
+accelerator did it, so that two cores are enough; model, gradients and updates are real. Loopback, nothing shaped.
+
+    lasting    the last worker takes 4 times as long, always
+    passing    spells of 3 steps; in every second one, on average, one worker takes 4 to 8 times as long. Worker, factor
+               and spell are drawn anew for each repeat, so that all workers are slow equally often
+
+How slow a worker is depends on how many steps it has taken itself, the same for every strategy. A gradient that was
+dropped counts for nothing: shares are of samples whose gradients were used.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from . import figure as pictures
+from .claim import Claim, Row, Table, Verdict, spread
+from .uneven import Factors, Loop, ideal_samples_per_s, lasting, run
+
+SYNC = ("ring", "ps")
+BOUNDED = ("ps:mode=ssp,staleness=2", "ps:mode=ssp,staleness=8")
+BACKUP = "ps:backup=1"
+ASYNC = "ps:mode=async"
+QUICK = (*SYNC, BACKUP, *BOUNDED, ASYNC)
+STRATEGIES = (*QUICK, "local:every=8", "local:every=8,pace=time")
+KINDS = ("even", "lasting", "passing")
+COLORS = {"ring": "ring", "ps": "sync", BACKUP: "sync", ASYNC: "async", **dict.fromkeys(BOUNDED, "ssp")}
+DRAWN = ("ring", BOUNDED[0], ASYNC)  # whose steps are shown one by one
+DRAWN_PACES = 42  # for so long
+
+REPEATS = 3
+PACE_S = 0.02
+BATCH = 5
+STEPS, QUICK_STEPS = 72, 24  # of a worker, if all take as many: at most so many, and whole turns
+SPELL = 3
+PASSING_FACTORS = (4.0, 8.0, 5.0, 7.0)
+HELD_BACK = 0.6
+GAIN = 0.2
+HEADINGS = (
+    "strategy", "straggler", "% of ideal", "seconds", "samples used", "dropped", "passed over", "% idle, by worker",
+)  # fmt: skip
+
+
+def measure(quick: bool) -> list[Row]:
+    from ..bench.train import num_cores
+
+    size = 8 if num_cores() >= 16 else 4
+    turn = SPELL * 2 * size
+    steps = turn * max(1, (QUICK_STEPS if quick else STEPS) // turn)
+    strategies, repeats = (QUICK, 1) if quick else (STRATEGIES, REPEATS)
+    rows = {(strategy, kind): _row(strategy, kind, size, steps) for strategy in strategies for kind in KINDS}
+    for repeat in range(repeats):
+        loops = [[[1.0]] * size, lasting(size), passing(size, steps, repeat)]
+        for strategy in (*strategies[repeat:], *strategies[:repeat]):
+            print(f"repeat {repeat + 1} of {repeats}: {strategy}", file=sys.stderr, flush=True)
+            found = run(strategy, loops, num_samples=steps * size * BATCH, batch=BATCH, pace_s=PACE_S)
+            for kind, factors, loop in zip(KINDS, loops, found, strict=True):
+                _add(rows[strategy, kind], loop, factors)
+    return list(rows.values())
+
+
+def passing(size: int, steps: int, seed: int) -> Factors:
+    """In every 2 `size` spells each worker is slow in one, alone; in the others nobody is."""
+    dice = random.Random(seed)
+    slow: list[list[float]] = [[] for _ in range(size)]
+    for _ in range(steps // (SPELL * 2 * size)):
+        turns: list[int | None] = [*range(size), *[None] * size]
+        factors = [PASSING_FACTORS[number % len(PASSING_FACTORS)] for number in range(size)]
+        dice.shuffle(turns)
+        dice.shuffle(factors)
+        for turn in turns:
+            for rank in range(size):
+                slow[rank] += [factors[rank] if rank == turn else 1.0] * SPELL
+    return slow
+
+
+def _row(strategy: str, kind: str, size: int, steps: int) -> Row:
+    lists: Row = {name: [] for name in ("seconds", "shares", "used", "dropped", "never_computed", "idle")}
+    return {"strategy": strategy, "kind": kind, "workers": size, "steps": steps, "samples": steps * size * BATCH,
+            "pace_s": PACE_S, **lists, "timeline": []}  # fmt: skip
+
+
+def _add(row: Row, loop: Loop, factors: Factors) -> None:
+    """One repeat: `idle` is the share of its time that each worker did not compute."""
+    dropped = loop.dropped * BATCH
+    used = loop.num_samples - dropped
+    row["seconds"].append(loop.seconds)
+    row["shares"].append(used / loop.seconds / ideal_samples_per_s(factors, BATCH, PACE_S))
+    row["used"].append(used)
+    row["dropped"].append(dropped)
+    row["never_computed"].append(row["samples"] - loop.num_samples)
+    row["idle"].append([1 - worker.busy_s / loop.seconds for worker in loop.workers])
+    if not row["timeline"] and row["strategy"] in DRAWN and row["kind"] == "lasting":
+        row["timeline"] = [
+            [
+                [round(began, 4), round(computed, 4)]
+                for began, computed, _ in worker.steps
+                if began < DRAWN_PACES * PACE_S
+            ]
+            for worker in loop.workers
+        ]
+
+
+def judge(rows: Sequence[Row]) -> Verdict:
+    reached = {kind: max(_share(rows, strategy, kind) for strategy in SYNC) for kind in KINDS[1:]}
+    remedies = {
+        "bounded staleness": {kind: max(_share(rows, each, kind) for each in BOUNDED) for kind in reached},
+        "a backup worker": {kind: _share(rows, BACKUP, kind) for kind in reached},
+    }
+    gains = {
+        remedy: {kind: share / reached[kind] - 1 for kind, share in shares.items()}
+        for remedy, shares in remedies.items()
+    }
+    held_back = [kind for kind, share in reached.items() if share < HELD_BACK]
+    helped = {remedy: [kind for kind in held_back if of[kind] >= GAIN] for remedy, of in gains.items()}
+    sync = ", ".join(f"{share:.0%} under a {kind} one" for kind, share in reached.items())
+    text = f"synchronous training reaches {sync} of what is possible if nobody waits"
+    told = [f"{remedy} helps {_against(helped[remedy])} ({_gains(gains[remedy])})" for remedy in gains]
+    facts = f"{'; '.join(told)}, leaving out {_price(rows)} of the samples"
+    if all(len(kinds) == len(reached) for kinds in helped.values()):
+        return Verdict(word="holds", text=f"{text}; {facts}")
+    if not any(helped.values()):
+        return Verdict(word="fails", text=f"{text}; {facts}")
+    return Verdict(word="only if", text=f"the remedy fits the straggler: {facts}; {text}")
+
+
+def _share(rows: Sequence[Row], strategy: str, kind: str) -> float:
+    (row,) = (row for row in rows if (row["strategy"], row["kind"]) == (strategy, kind))
+    return statistics.median(row["shares"])
+
+
+def _against(kinds: Sequence[str]) -> str:
+    if not kinds:
+        return "against neither"
+    return "against both" if len(kinds) > 1 else f"against a {kinds[0]} one only"
+
+
+def _gains(of: dict[str, float]) -> str:
+    return ", ".join(f"{gain:+.0%} {kind}" for kind, gain in of.items())
+
+
+def _price(rows: Sequence[Row]) -> str:
+    """How many of the samples do not count with a backup worker: dropped or passed over."""
+    return ", ".join(
+        f"{statistics.median(1 - used / row['samples'] for used in row['used']):.0%} ({row['kind']})"
+        for row in rows
+        if row["strategy"] == BACKUP and row["kind"] != "even"
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    lines = []
+    for row in rows:
+        idle = [statistics.median(each) for each in zip(*row["idle"], strict=True)]
+        lines.append([
+            row["strategy"], row["kind"], spread([100 * share for share in row["shares"]], ".0f"),
+            spread(row["seconds"], ".2f"), f"{statistics.median(row['used']):,.0f}",
+            f"{statistics.median(row['dropped']):,.0f}", f"{statistics.median(row['never_computed']):,.0f}",
+            " ".join(f"{100 * share:.0f}" for share in idle),
+        ])  # fmt: skip
+    first = rows[0]
+    return Table(
+        headings=HEADINGS,
+        lines=lines,
+        note=f"{first['workers']} workers, {first['steps']} steps each of {1000 * first['pace_s']:.0f} ms, paced by "
+        f"sleeping; median (least to greatest) of {len(first['shares'])} repeats, interleaved. Ideal: the sum of the "
+        "workers' own speeds. Dropped: computed, but too late; passed over: never computed, the others had gone on; "
+        "idle: not computing",
+    )
+
+
+def draw(rows: Sequence[Row], figure: Any) -> None:
+    above, below = figure.subfigures(2, 1, height_ratios=[1.15, 1])
+    axes = above.subplots(1, 2, sharey=True, sharex=True)
+    titles = {
+        "lasting": "a lasting straggler: one worker 4 times slower, always",
+        "passing": "passing stragglers: now one, now another 4 to 8 times slower",
+    }
+    for axis, (kind, title) in zip(axes, titles.items(), strict=True):
+        _draw_bars(axis, rows, kind)
+        pictures.dress(axis, title, "samples used per second, % of the sum of speeds", "", legend=False)
+    axes[0].set_ylim(len({row["strategy"] for row in rows}) + 0.3, -0.6)  # downwards, with room for the legend
+    axes[1].legend(fontsize=8, loc="lower right", ncols=2)
+    shown = [row for row in rows if row["timeline"]]
+    below.suptitle("the lasting straggler: who computes (coloured) and who waits (blank)", fontsize=10)
+    for axis, row in zip(below.subplots(1, len(shown), sharey=True, squeeze=False)[0], shown, strict=True):
+        _draw_timeline(axis, row)
+        pictures.dress(axis, row["strategy"], "seconds", "", legend=False)
+
+
+def _draw_bars(axis: Any, rows: Sequence[Row], kind: str) -> None:
+    of_kind = [row for row in rows if row["kind"] == kind]
+    names = [row["strategy"] for row in of_kind]
+    shares = [100 * statistics.median(row["shares"]) for row in of_kind]
+    low, high = ([100 * worst(row["shares"]) for row in of_kind] for worst in (min, max))
+    away = [
+        [m - each for m, each in zip(shares, low, strict=True)],
+        [each - m for m, each in zip(shares, high, strict=True)],
+    ]
+    colors = [pictures.COLORS[COLORS.get(name, "local")] for name in names]
+    axis.barh(names, shares, color=colors, height=0.6)
+    lost = [share * statistics.median(row["dropped"]) / max(1, statistics.median(row["used"]))
+            for share, row in zip(shares, of_kind, strict=True)]  # fmt: skip
+    axis.barh(names, lost, left=shares, color="white", edgecolor="0.4", hatch="////", height=0.6, linewidth=0.5,
+              label="computed, but dropped")  # fmt: skip
+    axis.errorbar(shares, names, xerr=away, fmt="none", ecolor="black", capsize=3, linewidth=1)
+    even = [100 * statistics.median(row["shares"]) for row in rows if row["kind"] == "even"]
+    axis.plot(even, names, linestyle="", marker="D", markersize=4, color="0.25", label="without a straggler")
+    axis.axvline(100, color=pictures.COLORS["ideal"], linestyle="--", linewidth=1)
+    for name, share in zip(names, shares, strict=True):
+        axis.text(1.5, name, f"{share:.0f}", va="center", fontsize=8, color="white", fontweight="bold")
+    axis.set_axisbelow(True)
+    axis.set_xlim(0, 112)
+
+
+def _draw_timeline(axis: Any, row: Row) -> None:
+    color = pictures.COLORS[COLORS.get(row["strategy"], "local")]
+    for rank, steps in enumerate(row["timeline"]):
+        bars = [(began, computed - began) for began, computed in steps]
+        axis.broken_barh(bars, (rank - 0.35, 0.7), facecolor=color, edgecolor="white", linewidth=0.5)
+    slow = len(row["timeline"]) - 1
+    axis.set_yticks(range(slow + 1), [f"worker {rank}{', slow' if rank == slow else ''}" for rank in range(slow + 1)])
+    axis.set_xlim(0, DRAWN_PACES * row["pace_s"])
+    axis.set_ylim(slow + 0.6, -0.6)
+
+
+CLAIM = Claim(
+    number=6,
+    name="straggler",
+    says="A straggler holds synchronous training back; bounded staleness and backup workers help",
+    rule=f"holds if synchronous training (the better of ring and ps) stays below {HELD_BACK:.0%} of what is possible "
+    "if nobody waits, under a lasting and under a passing straggler, and bounded staleness (the better of two bounds) "
+    f"and a backup worker each add at least {GAIN:.0%} to it under both; only if: at least one of them does under "
+    "at least one kind that holds synchronous training back; fails otherwise. Medians; dropped gradients do not count",
+    needs="nothing special; 4 workers, 8 where there are 16 cores",
+    minutes=(1, 6),
+    measure=measure,
+    judge=judge,
+    table=table,
+    draw=draw,
+    figure_size=(11.0, 7.5),
+)

@@ -1,0 +1,78 @@
+"""Claim 4: what its rows are judged by."""
+
+from __future__ import annotations
+
+import pytest
+
+from hora.claims import asynchronous, paced
+from hora.claims.claim import Row
+
+COUNTS = (1, 2, 4, 8, 16)
+ALONE_S = 0.6
+
+
+def rows(reach: dict[int, int], waiting: float = 0.2, added: float = 0.3) -> list[Row]:
+    """As measured: with k servers linear up to reach[k] workers, no faster beyond, where workers wait longer."""
+    found = []
+    for servers, most in reach.items():
+        for workers in COUNTS:
+            share = waiting + added * (workers > most)
+            found.append(row("async", workers, servers, min(workers, most) / ALONE_S, share))
+            if servers in asynchronous.SYNC_SERVERS:
+                found.append(row("sync", workers, servers, workers**0.5 / ALONE_S, share))
+    for momentum in (0.0, 0.9):
+        for workers in COUNTS:
+            values = [0.9 - momentum * workers / 50, 0.91 - momentum * workers / 50]
+            found.append({"part": "progress", "momentum": momentum, "workers": workers, "accuracies": values})
+    return found
+
+
+def row(mode: str, workers: int, servers: int, per_s: float, waiting: float) -> Row:
+    return {
+        "part": "speed", "mode": mode, "workers": workers, "servers": servers, "rate": paced.RATE,
+        "bytes": paced.NUM_BYTES, "compute_s": 0.48, "limit_per_s": 8.3 * servers, "per_s": [per_s, 1.02 * per_s],
+        "waiting": [waiting, waiting], "lag": [workers - 1.0, workers - 1.0], "steps": 6,
+        "updates": [[6 * workers]] * 2, "busy": [0.3, 0.3],
+    }  # fmt: skip
+
+
+def test_it_holds_when_every_line_is_linear_and_nobody_waits() -> None:
+    assert asynchronous.judge(rows({1: 16, 2: 16, 4: 16}, waiting=0.03)).word == "holds"
+
+
+def test_linear_but_waiting_is_no_more_than_a_condition() -> None:
+    verdict = asynchronous.judge(rows({1: 16, 2: 16, 4: 16}))
+    assert verdict.word == "only if" and "one worker alone 20 %" in verdict.text
+
+
+def test_it_is_bound_to_the_room_on_the_servers_links() -> None:
+    verdict = asynchronous.judge(rows({1: 4, 2: 8, 4: 16}))
+    assert str(verdict).startswith(
+        "only if the servers' links have room: with 1 server up to 4 workers (links full at 4.9), with 2 servers up to "
+    )
+    assert "16 workers have 25 %, 50 %, 100 % of linear speed and wait 50 %, 50 %, 20 %" in verdict.text
+
+
+def test_it_fails_when_no_number_of_servers_carries_four_workers() -> None:
+    assert asynchronous.judge(rows({1: 1, 2: 2, 4: 2})).word == "fails"
+
+
+def test_waiting_for_others_ends_the_reach_as_well_as_lost_speed() -> None:
+    those = rows({1: 16, 2: 16, 4: 16})
+    for each in those:
+        if each["part"] == "speed" and each["workers"] >= 4:
+            each["waiting"] = [0.26, 0.26]
+    assert asynchronous.judge(those).word == "fails"
+
+
+def test_table_and_figure_show_speed_waiting_lag_and_accuracy() -> None:
+    those = rows({1: 4, 2: 8, 4: 16})
+    table = asynchronous.table(those)
+    cells = {line[0]: line[1:] for line in table.lines}
+    assert cells["of linear, async, 1 server"] == ["100 %", "100 %", "100 %", "50 %", "25 %"]
+    assert cells["lag, async, 4 servers"][-1] == "15.0 (15.0 to 15.0)"
+    assert cells["accuracy at lag n − 1, momentum 0.9"][-1] == "61.7 (61.2 to 62.2) %"
+    assert "2 rounds" in table.note and "2 seeds" in table.note
+    canvas = pytest.importorskip("matplotlib.figure").Figure()
+    asynchronous.draw(those, canvas)
+    assert canvas.axes[0].get_title() == "Gradients applied per second"

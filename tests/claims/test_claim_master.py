@@ -1,0 +1,72 @@
+"""Claim `master`: what decides, and what the kernel counts on real links. Nothing here looks at how long it took."""
+
+from __future__ import annotations
+
+import pytest
+
+from hora.bench import links
+from hora.claims import master
+from hora.claims.claim import Row
+
+HOSTS = (2, 4, 8, 16)
+
+
+def rows(star: list[float], ring: list[float]) -> list[Row]:
+    return [
+        {
+            "name": name, "hosts": hosts, "bytes": 1 << 20, "rate": "200mbit", "limit_s": 0.9 * seconds,
+            "each_s": [0.9 * seconds, seconds, seconds], "median_s": seconds, "cpu_s": [0.01, 0.02],
+            "wire_bytes": 1 << 20, "additions": master.additions(name, hosts),
+        }
+        for name, times in (("star", star), ("ring", ring))
+        for hosts, seconds in zip(HOSTS, times, strict=True)
+    ]  # fmt: skip
+
+
+LINE = [1.0, 3.0, 7.0, 15.0]
+LIMIT = [0.5, 0.75, 0.875, 0.9375]  # of a perfect ring
+
+
+@pytest.mark.parametrize(
+    ("star", "ring", "said"),
+    [
+        (LINE, [1.0, 1.1, 1.1, 1.2], "holds: from 2 to 16 hosts the star's time grows 15.0-fold"),
+        (LINE, LIMIT, "only if the ring has 4 hosts or more"),
+        (LINE, [1.0, 2.0, 4.0, 4.1], "only if the ring has 8 hosts or more"),
+        (LINE, LINE, "fails: the ring is not flat"),
+        ([1.0, 2.0, 2.5, 3.0], LIMIT, "fails: the star does not grow as it should"),  # not so much
+        ([1.0, 1.0, 1.0, 15.0], LIMIT, "fails: the star does not grow as it should"),  # not along a line
+    ],
+)
+def test_the_verdict_is_the_rules(star: list[float], ring: list[float], said: str) -> None:
+    assert str(master.judge(rows(star, ring))).startswith(said)
+
+
+def test_the_root_of_the_star_adds_everybody_s_vector_and_a_rank_of_the_ring_less_than_one() -> None:
+    assert [master.additions("star", hosts) for hosts in HOSTS] == [1, 3, 7, 15]
+    assert [master.additions("ring", hosts) for hosts in HOSTS] == [1 / 2, 3 / 4, 7 / 8, 15 / 16]
+
+
+def test_the_table_has_a_line_for_each_algorithm_and_number_of_hosts() -> None:
+    told = master.table(rows(LINE, LIMIT))
+    assert [line[0] for line in told.lines][:3] == ["2, star", "2, ring", "4, star"]
+    assert {len(line) for line in told.lines} == {len(told.headings)}
+    assert "1000 (900 to 1000)" in told.lines[0] and "3 interleaved rounds" in told.note
+
+
+def test_the_figure_is_drawn_from_the_rows() -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn = figures.Figure()
+    master.draw(rows(LINE, LIMIT), drawn)
+    assert len(drawn.axes) == 3
+
+
+@pytest.mark.timeout(240)  # several processes import torch on whatever cores there are
+def test_the_busiest_link_carries_what_the_schedules_say() -> None:
+    problem = links.obstacle()
+    if problem:
+        pytest.skip(f"no network namespaces here: {problem}")
+    hosts = 3
+    found = {row["name"]: row["wire_bytes"] / row["bytes"] for row in master.measured((hosts,), 1 << 20, 1)}
+    for name, promised in (("star", hosts - 1), ("ring", 2 * (hosts - 1) / hosts)):
+        assert promised <= found[name] <= 1.1 * promised, found
