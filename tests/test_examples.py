@@ -23,7 +23,7 @@ TINY = {
 }
 ON_A_JOB = {
     "rank", "size", "local_rank", "role", "device", "step", "group", "prepare", "shard", "epochs", "log", "stop",
-    "accumulate", "weight", "ledger", "save", "restore", "close",
+    "accumulate", "weight", "ledger", "save", "restore", "process_group", "close",
 }  # fmt: skip
 
 

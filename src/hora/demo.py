@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .bench.launched import launched
+from .bench.peak import peak_bytes
 from .bench.train import ending_on_signals, num_cores
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ def worker(path: str, epochs: int, slowness: int) -> None:
         parts = job.shard(test, batch_size=100)
         right = sum(int((model(x.to(job.device)).argmax(1).cpu() == y).sum()) for x, y in parts)
     sums = hora.all_reduce(torch.tensor([sum_of_losses.item(), right, *mine], dtype=torch.float64)).tolist()
-    peak = hora.all_reduce(torch.tensor([_peak_bytes()], dtype=torch.float64), "max").item()
+    peak = hora.all_reduce(torch.tensor([peak_bytes()], dtype=torch.float64), "max").item()
     if job.rank == 0:
         result = {
             "workers": job.size,
@@ -242,18 +243,6 @@ def worker(path: str, epochs: int, slowness: int) -> None:
             "peak_bytes": peak,
         }
         pathlib.Path(path).write_text(json.dumps(result))
-
-
-def _peak_bytes() -> float:
-    """The most memory that this process has held. VmHWM, since ru_maxrss starts with what the parent held."""
-    status = pathlib.Path("/proc/self/status")
-    match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
-    if match:
-        return float(match[1]) * 1024
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak) if sys.platform == "darwin" else float(peak) * 1024
 
 
 if __name__ == "__main__":

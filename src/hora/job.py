@@ -153,6 +153,17 @@ class Job:
             raise HoraError("job.traffic comes after job.prepare()")
         return sync.traffic
 
+    def process_group(self, backend: str | None = None) -> Any:
+        """torch's default process group over all workers, for torch's own pipelines and the like. Collective, once.
+
+        Every worker calls it where it would call torch.distributed.init_process_group; addresses are Hora's business,
+        and so is its end. Without `backend`: Gloo, and NCCL for tensors on GPUs where each rank has one. Its links are
+        not authenticated.
+        """
+        if self.role != "worker" or self._joined:
+            raise HoraError(f"{self._member}: job.process_group() is for the workers that the run began with")
+        return self._world.torch_group(backend, self.device).group
+
     # -- training ----------------------------------------------------------------------------------------------------
 
     def prepare(
@@ -582,6 +593,7 @@ def _report_failures(job: Job) -> None:
         if os.getpid() != job.pid or threading.current_thread() is not threading.main_thread():
             previous(kind, error, trace)
             return
+        error = job._world.lost_behind(error) or error
         if isinstance(error, PeerLost):  # whoever was lost is the cause, even one that left without an error
             job._failed = True
             if error.echo:

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import msgspec
+import torch
 
 from .collectives.base import Group
 from .coordinator import Control, Event, Member
@@ -26,10 +27,12 @@ from .transport.engine import open_engine
 from .transport.passing import Passing
 from .transport.shm import ShmTransport
 from .transport.tcp import Port, TcpTransport
+from .transport.torch_group import TorchGroup
 
 log = logging.getLogger(__name__)
 
 TRANSPORTS = ("auto", "shm", "tcp", "engine", "memory")
+BREAK_S = 0.5  # from the break of torch's link to a rank until its end is known
 DEATH_GRACE_S = 0.2  # whoever watches the process may know more than that it ended
 
 
@@ -93,6 +96,7 @@ class World:
         self._settled = {rank}  # ranks whose end is known
         self._ends: list[Event] = []  # for groups that are still to be founded
         self._early: collections.deque[Event] = collections.deque(maxlen=256)  # words about groups not founded here yet
+        self._torch: TorchGroup | None = None
         self._founder: Group | None = None  # the group that is about to make another
         self._closed = False
         control.listen(self._hear)
@@ -181,6 +185,16 @@ class World:
             raise ValueError(f"unknown transport {kind!r}; there are: {', '.join(TRANSPORTS)}")
         return TcpTransport(circle, self._open_port(), lambda peer: self._address(circle.members[peer].rank))
 
+    def torch_group(self, backend: str | None, device: torch.device) -> TorchGroup:
+        """Collective at its first call: torch's default process group over all ranks."""
+        if self._torch is None:
+            circle = self.group.transport.circle
+            agree = functools.partial(self._agree, circle)
+            self._torch = TorchGroup(circle, self.control, self.bind, backend, device, agree, self._check)
+        elif backend not in (None, self._torch.backend):
+            raise ValueError(f"job.process_group({backend!r}): it was opened as {self._torch.backend or 'default'!r}")
+        return self._torch
+
     def _agree(self, circle: Circle, key: str, word: str, check: Callable[[], None] | None = None) -> list[str]:
         """Every rank's word to every rank, over the coordinator."""
         self.control.put(f"{key}/{circle.rank}", word.encode())
@@ -265,6 +279,19 @@ class World:
                 me, lost = self.members[self.rank], event.member
                 raise PeerLost(f"{me}: lost {lost} while the ranks met: {event.text}", (lost.rank,), echo=True)
 
+    def lost_behind(self, error: BaseException) -> PeerLost | None:
+        """Whose end made torch's own links fail with `error`; None if they did not, or nobody has died."""
+        if self._torch is None or not self._torch.broken_by(error):
+            return None
+        deadline = time.monotonic() + BREAK_S
+        while not (dead := [event for event in self._ends if event.kind == "died"]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for event in dead:
+            me, lost = self.members[self.rank], event.member
+            assert lost is not None
+            return PeerLost(f"{me}: lost {lost} in torch's own communication: {event.text}", (lost.rank,), echo=True)
+        return None
+
     def lose(self, rank: int, reason: str) -> None:
         """This rank is dead, whoever found out."""
         if rank not in self._settled:
@@ -316,6 +343,8 @@ class World:
         if self._closed:
             return
         self._closed = True
+        if self._torch:
+            self._torch.close()
         for group in list(self._groups):
             group.close()
         if self._port:

@@ -150,7 +150,8 @@ def measure(
 def row_of(one: Contestant, model: str, rate: str, repeats: Sequence[Sequence[Answer]], where: links.Links) -> Row:
     """One JSON line. Bytes are those of one worker in one step, the mean over workers and repeats.
 
-    `link_use` is the share of its link's rate that the busiest worker made use of, in the median repeat.
+    `link_use` is the share of its link's rate that the busiest worker made use of, in the median repeat; `each_s`
+    has a step's seconds in each repeat.
     """
     steps, size = one.every * one.rounds, len(repeats[0])
     seconds = [max(answer["seconds"] for answer in answers) for answers in repeats]
@@ -173,6 +174,7 @@ def row_of(one: Contestant, model: str, rate: str, repeats: Sequence[Sequence[An
         "link_use": statistics.median(uses),
         "exposed_s": _mean(repeats, "exposed_s", steps),
         "step_s": statistics.median(seconds) / steps,
+        "each_s": [s / steps for s in seconds],
         "every": one.every,
         "rounds": one.rounds,
         "repeats": len(repeats),

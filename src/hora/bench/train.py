@@ -97,6 +97,18 @@ def main(
 
 def measure(those: Sequence[Contestant], model: str, steps: int, rounds: int) -> tuple[list[Row], list[str]]:
     """Every contestant's row, and what is to be said of those that have none."""
+    turns, batch_size, failures = take(those, model, steps, rounds)
+    rows = [row_of(one, model, batch_size, turns[one.name]) for one in those if one.name in turns]
+    single = next((row["samples_per_s"] for row in rows if row["name"] == "single"), None)
+    for row in rows:
+        row["efficiency"] = row["samples_per_s"] / (row["ranks"] * single) if single else None
+    return rows, failures
+
+
+def take(
+    those: Sequence[Contestant], model: str, steps: int, rounds: int, warm_up: int = WARM_UP_STEPS
+) -> tuple[dict[str, list[list[Answer]]], int, list[str]]:
+    """By name what every rank answered in each round; the model's batch size; what is to be said of who failed."""
     turns: dict[str, list[list[Answer]]] = {one.name: [] for one in those}
     with ending_on_signals(), tempfile.TemporaryDirectory(prefix="hora-bench-") as folder:
         conductor = Conductor(those, model, folder)
@@ -104,11 +116,11 @@ def measure(those: Sequence[Contestant], model: str, steps: int, rounds: int) ->
         try:
             _say(
                 f"starting {sum(one.ranks for one in those)} processes; all together this takes roughly "
-                f"{duration_text(rough_duration_s(those, model, steps, rounds))} where nothing else runs"
+                f"{duration_text(rough_duration_s(those, model, steps, rounds, warm_up))} where nothing else runs"
             )
             conductor.start()
             for one in those:
-                conductor.turn(one.name, WARM_UP_STEPS)
+                conductor.turn(one.name, warm_up)
             for round in range(rounds):
                 _say(f"round {round + 1} of {rounds}")
                 first = round % len(those)
@@ -119,22 +131,18 @@ def measure(those: Sequence[Contestant], model: str, steps: int, rounds: int) ->
             leave_s = LEAVE_S
         finally:
             conductor.close(leave_s)
-    rows = [
-        row_of(one, model, conductor.running[one.name].batch_size, turns[one.name])
-        for one in those
-        if conductor.running[one.name].alive
-    ]
-    single = next((row["samples_per_s"] for row in rows if row["name"] == "single"), None)
-    for row in rows:
-        row["efficiency"] = row["samples_per_s"] / (row["ranks"] * single) if single else None
-    return rows, conductor.failures
+    running = conductor.running
+    batch_size = max(one.batch_size for one in running.values())  # 0 for one that has never said a word
+    return {name: mine for name, mine in turns.items() if running[name].alive}, batch_size, conductor.failures
 
 
-def rough_duration_s(those: Sequence[Contestant], model: str, steps: int, rounds: int) -> float:
+def rough_duration_s(
+    those: Sequence[Contestant], model: str, steps: int, rounds: int, warm_up: int = WARM_UP_STEPS
+) -> float:
     """What to tell somebody who waits. More ranks than cores share them."""
     cores = num_cores()
     start_s = ROUGH_START_S * max(1.0, sum(one.ranks for one in those) / cores)
-    each = WARM_UP_STEPS + 1 + rounds * (steps + 1)
+    each = warm_up + 1 + rounds * (steps + 1)
     return start_s + sum(each * ROUGH_STEP_S[model] * max(1.0, one.ranks / cores) for one in those)
 
 

@@ -36,8 +36,7 @@ def save(claim: Claim, record: Record, path: pathlib.Path) -> str:
     figure = pyplot.figure(figsize=claim.figure_size, layout="constrained")
     try:
         claim.draw(record.rows, figure)
-        kind = ", quick" if record.quick else ""
-        figure.supxlabel(f"{record.command}{kind} · {record.date} · {record.machine}", fontsize=FOOTER, color="0.4")
+        figure.supxlabel(f"{record.command} · {record.date} · {record.machine}", fontsize=FOOTER, color="0.4")
         figure.savefig(path, dpi=120)
     finally:
         pyplot.close(figure)

@@ -205,11 +205,11 @@ class TorchBackend(Backend):
         self.name = name
         self._dist = dist
         limit = datetime.timedelta(seconds=circle.timeout_s + 60)  # our own wait gives up first, and says more
-        store = self._meet(f"{circle.name}/engine-{name}", circle, control, bind, limit)
+        store = meet_in_store(f"{circle.name}/engine-{name}", circle, control, bind, limit)
         self._store = store
         prefixed = dist.PrefixStore(name, store)
         if name == "nccl":
-            _name_interface(bind)
+            name_interface(bind)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
             self._group: Any = dist.ProcessGroupNCCL(prefixed, circle.rank, circle.size, options)
@@ -219,24 +219,8 @@ class TorchBackend(Backend):
             options._threads = 2
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind)]
             self._group = dist.ProcessGroupGloo(prefixed, circle.rank, circle.size, options)
-        self._crew = _Crew()
+        self._crew = Crew()
         self._peer = (circle.rank + 1) % circle.size
-
-    @staticmethod
-    def _meet(key: str, circle: Circle, control: Control, bind: str, limit: datetime.timedelta) -> Any:
-        from torch.distributed import TCPStore
-
-        if circle.rank == 0:
-            family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-            listening = socket.create_server((bind, 0), family=family)
-            port = listening.getsockname()[1]
-            store = TCPStore(
-                bind, port, circle.size, True, limit, wait_for_workers=False, master_listen_fd=listening.detach()
-            )
-            control.put(key, f"{bind} {port}".encode())
-            return store
-        host, port_text = control.get(key).decode().split()
-        return TCPStore(host, int(port_text), circle.size, False, limit, wait_for_workers=False)
 
     def _watch(self, start: Callable[[], Any], wait: Callable[[Any], None] | None = None) -> Work:
         """Starts on the caller's thread, which keeps the order of messages; the end is awaited apart."""
@@ -287,13 +271,30 @@ class TorchBackend(Backend):
             self._group.shutdown()
 
 
-def _name_interface(bind: str) -> None:
+def meet_in_store(key: str, circle: Circle, control: Control, bind: str, limit: datetime.timedelta) -> Any:
+    """Collective: torch's store, which rank 0 hosts on the run's own address; its port travels under `key`."""
+    from torch.distributed import TCPStore
+
+    if circle.rank == 0:
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        listening = socket.create_server((bind, 0), family=family)
+        port = listening.getsockname()[1]
+        store = TCPStore(
+            bind, port, circle.size, True, limit, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        control.put(key, f"{bind} {port}".encode())
+        return store
+    host, port_text = control.get(key, limit.total_seconds()).decode().split()
+    return TCPStore(host, int(port_text), circle.size, False, limit, wait_for_workers=False)
+
+
+def name_interface(bind: str) -> None:
     """NCCL picks an interface by its own lights; ours is the one that this run's address lies on."""
     if not interface.is_loopback(bind) and (found := interface.name_of(bind)):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found}")
 
 
-class _Crew:
+class Crew:
     """Threads that wait for the engine. Daemons, since one may wait without end; as many as wait at the same time."""
 
     def __init__(self) -> None:
@@ -410,7 +411,7 @@ def open_engine(
         return EngineTransport(circle, MpiBackend(circle))
     if circle.rank == 0:
         log.warning("the engine's links (%s) are not authenticated: keep them inside a trusted network", name)
-    opening = _Crew().submit(lambda: TorchBackend(circle, control, name, bind))
+    opening = Crew().submit(lambda: TorchBackend(circle, control, name, bind))
     while not opening.done():
         check()
         concurrent.futures.wait([opening], SLICE_S)

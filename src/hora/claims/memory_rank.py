@@ -1,0 +1,44 @@
+"""One process of the claim `memory`: python -m hora.claims.memory_rank RESULT LAYERS WIDTH STEPS HOW.
+
+HOW is hora, or plain for the same loop without Hora. So many square layers are trained for a few steps with AdamW; a
+single one of width 1 shows what the process needs without a model. It is looked at from outside, so there is little to
+tell: how many parameters there are.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import torch
+from torch import nn
+
+BATCH = 16
+
+
+def main(path: str, layers: int, width: int, steps: int, how: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    job = None
+    if how == "hora":
+        import hora
+
+        job = hora.init()
+    model = nn.Sequential()
+    for _ in range(layers):
+        model.extend([nn.Linear(width, width), nn.ReLU()])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if job is not None:
+        job.prepare(model, optimizer)
+    inputs = torch.randn(BATCH, width)
+    for _ in range(steps):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if job is None or job.rank == 0:
+        pathlib.Path(path).write_text(json.dumps({"parameters": sum(p.numel() for p in model.parameters())}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

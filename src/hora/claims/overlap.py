@@ -1,0 +1,268 @@
+"""Claim: overlapping communication with backward saves time: `overlap=true` against `overlap=false`.
+
+A setting is a place, a model of bench/models.py and a strategy, each measured with and without. Settings in which Hora
+itself overlaps nothing are left out: on one host without a core to spare it lets the ring's buckets go after backward.
+
+one host, a core to spare   half as many workers as cores: the ring and shared memory. A second thread of each worker
+                            has a core of its own. Only where there are four cores or more.
+one host, no core to spare  as many workers as cores: shared memory, where backward's own thread then does the work, and
+                            the ring over loopback TCP, where a second thread takes its time from backward's.
+links                       hosts in network namespaces, a core for each, and four at most; the ring. Where there can be
+                            no namespaces Hora's own transport limits what each worker sends.
+
+What is hidden is how much less the training thread communicates or waits with overlap than without. The timeline is
+one step of rank 0 in two traced runs of two workers whose transport is limited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .claim import Claim, Row, Table, Verdict, spread
+from .overlap_trace import draw_timelines, one_step
+
+if TYPE_CHECKING:
+    from ..bench.train_conductor import Contestant
+
+SERIAL = "overlap=false"
+SPARE, CROWDED = "one host, a core to spare", "one host, no core to spare"
+TCP = "ring over TCP"
+NO_LIMIT = 1e12  # bytes/s: whoever has a rate, however high, talks over TCP
+MOST_HOSTS = 4
+MODELS = ("mlp", "gpt")
+LINKS = (("mlp", "1gbit"), ("gpt", "1gbit"), ("gpt", "200mbit"))
+STEPS = {"mlp": 3, "gpt": 1}  # in each round on one host
+ROUNDS = {"mlp": 5, "gpt": 4}
+TRACED_RATE, TRACED_STEPS = "1gbit", 5
+WORKER = ("-m", "hora.claims.overlap_rank")
+
+
+def measure(quick: bool) -> list[Row]:
+    from ..bench.train import num_cores
+
+    cores, rounds = num_cores(), dict.fromkeys(MODELS, 2) if quick else ROUNDS
+    rows: list[Row] = []
+    for place, workers in ((SPARE, cores // 2), (CROWDED, cores)):
+        for model in MODELS[:1] if quick else MODELS:
+            if workers > 1:
+                rows += on_one_host(place, model, workers, rounds[model])
+    for model, rate in LINKS[:1] if quick else LINKS:
+        rows += over_links(model, rate, max(2, min(MOST_HOSTS, cores)), rounds[model])
+    for overlap in (True, False):
+        rows.append(timeline("ring" if overlap else f"ring:{SERIAL}", "mlp" if quick else "gpt", TRACED_RATE))
+    return rows
+
+
+def on_one_host(place: str, model: str, workers: int, rounds: int) -> list[Row]:
+    """A row for each of the pairs, and one for DDP, which always overlaps."""
+    from ..bench import train
+
+    print(f"{place}: {model}, {workers} workers", file=sys.stderr, flush=True)
+    there = train.contestants(workers)
+    those: list[Contestant] = [there["shared"], there["shared/serial"], there["ddp/gloo"]]
+    if place == SPARE:
+        those += [there["ring"], there["ring/serial"]]
+    else:
+        env = (("HORA_RATE_BYTES_PER_S", f"{NO_LIMIT:.0f}"),)
+        for name in ("ring", "ring/serial"):
+            those.append(dataclasses.replace(there[name], name=name.replace("ring", TCP), env=env))
+    turns, _, failures = train.take(those, model, STEPS[model], rounds, warm_up=2)
+    if failures:
+        raise RuntimeError("\n".join(failures))
+    rows = []
+    for one in those:
+        answers = [answer for ranks in turns[one.name] for answer in ranks]
+        each_s = [
+            statistics.mean(max(step) for step in zip(*(answer["seconds"] for answer in ranks), strict=True))
+            for ranks in turns[one.name]
+        ]
+        row = {
+            "place": place, "workers": workers, "model": model, "name": one.name.removesuffix("/serial"),
+            "overlap": not one.name.endswith("/serial"), "each_s": each_s, "exposed_s": None, "sent_bytes": None,
+        }  # fmt: skip
+        for key in ("exposed_s", "sent_bytes") if one.how == "hora" else ():
+            row[key] = statistics.mean(answer[key] / len(answer["seconds"]) for answer in answers)
+        rows.append(row)
+    return rows
+
+
+def over_links(model: str, rate: str, hosts: int, rounds: int) -> list[Row]:
+    """The ring's two rows."""
+    from ..bench import links, local
+
+    print(f"links of {rate}: {model}, {hosts} hosts", file=sys.stderr, flush=True)
+    obstacle = links.obstacle()
+    where = links.Limited(hosts, rate, obstacle) if obstacle else links.Namespaces(hosts, rate)
+    names = {"ring": True, f"ring:{SERIAL}": False}
+    found, failures = local.measure(hosts, [local.contestant(name) for name in names], rate, where, model, rounds)
+    if failures:
+        raise RuntimeError("\n".join(failures))
+    return [
+        {
+            "place": f"links of {rate}", "workers": hosts, "model": model, "name": "ring", "links": where.note,
+            "overlap": names[row["name"]], **{key: row[key] for key in ("each_s", "exposed_s", "sent_bytes")},
+        }
+        for row in found
+    ]  # fmt: skip
+
+
+def timeline(strategy: str, model: str, rate: str, steps: int = TRACED_STEPS) -> Row:
+    """One step of rank 0 of two workers, from the trace of a run; its limit is the transport's own."""
+    from ..bench.launched import launched
+    from ..bench.links import bits_per_s
+
+    print(f"trace of {model} under {strategy}", file=sys.stderr, flush=True)
+    env = {"HORA_RATE_BYTES_PER_S": str(bits_per_s(rate) / 8)}
+    with tempfile.TemporaryDirectory(prefix="hora-claims-") as folder:
+        path = pathlib.Path(folder) / "trace.json"
+        found = launched(
+            WORKER, model, steps, size=2, strategy=strategy, options=("--trace", f"{path}"), env=env
+        )  # fmt: skip
+        step = one_step(path)
+    return {
+        "timeline": True, "place": f"links of {rate}", "workers": 2, "model": model, "overlap": SERIAL not in strategy,
+        **found, **step,
+    }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The same setting with and without."""
+
+    on: Row
+    off: Row
+
+    @property
+    def name(self) -> str:
+        return f"{self.on['place']}: {self.on['model']}, {self.on['name']}, {self.on['workers']} workers"
+
+    @property
+    def saves(self) -> bool:
+        return max(self.on["each_s"]) < min(self.off["each_s"])
+
+    @property
+    def costs(self) -> bool:
+        return min(self.on["each_s"]) > max(self.off["each_s"])
+
+    @property
+    def saved(self) -> float:
+        """Of a step's time, by the medians; below 0 it has become longer."""
+        return 1 - statistics.median(self.on["each_s"]) / statistics.median(self.off["each_s"])
+
+    @property
+    def hidden(self) -> float:
+        """Of what training communicates or waits without overlap."""
+        return 1 - self.on["exposed_s"] / self.off["exposed_s"]
+
+
+def pairs(rows: Sequence[Row]) -> list[Pair]:
+    measured = [row for row in rows if "timeline" not in row]
+    key = ("place", "model", "workers", "name")
+    return [
+        Pair(on, off)
+        for on in measured
+        for off in measured
+        if on["overlap"] and not off["overlap"] and all(on[part] == off[part] for part in key)
+    ]
+
+
+def judge(rows: Sequence[Row]) -> Verdict:
+    those = pairs(rows)
+    saving, others = [one for one in those if one.saves], [one for one in those if not one.saves]
+    rest = "; ".join(_told(one) for one in others)
+    if not others:
+        return Verdict(word="holds", text=f"in all {len(those)} settings: {'; '.join(_told(one) for one in saving)}")
+    if not saving:
+        return Verdict(word="fails", text=rest)
+    places = dict.fromkeys(one.on["place"] for one in saving)
+    whole = [place for place in places if all(one.saves for one in those if one.on["place"] == place)]
+    conditions = [f"it is {place}" if "host" in place else f"the gradients cross {place}" for place in whole]
+    conditions += [one.name for one in saving if one.on["place"] not in whole]
+    found = "; ".join(_told(one) for one in saving)
+    return Verdict(word="only if", text=f"{', or '.join(conditions)} ({found}). Not so: {rest}")
+
+
+def _told(one: Pair) -> str:
+    if one.saves:
+        return f"{one.name}: {one.saved:.0%} shorter, {one.hidden:.0%} of communication hidden"
+    if one.costs:
+        return f"{one.name}: {-one.saved:.0%} longer"
+    return f"{one.name}: no difference that its repeats do not have among themselves ({-one.saved:+.0%})"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    lines = []
+    for one in pairs(rows):
+        word = "saves" if one.saves else "costs" if one.costs else "cannot be told"
+        lines.append([
+            one.name, _ms(one.on["each_s"]), _ms(one.off["each_s"]), f"{-one.saved:+.1%}", word,
+            _ms([one.on["exposed_s"]]), _ms([one.off["exposed_s"]]), f"{one.hidden:.0%}",
+        ])  # fmt: skip
+    for row in rows:
+        if row.get("name") == "ddp/gloo":
+            lines.append(
+                [
+                    f"{row['place']}: {row['model']}, DDP on Gloo, {row['workers']} workers",
+                    _ms(row["each_s"]),
+                    *[""] * 6,
+                ]
+            )
+    counts = sorted({f"{len(row['each_s'])}" for row in rows if "each_s" in row})
+    kinds = "; ".join(dict.fromkeys(row["links"] for row in rows if "links" in row))
+    return Table(
+        headings=["", "with: ms/step", "without: ms/step", "change", "overlap", "training waits, with: ms",
+                  "without: ms", "hidden"],
+        lines=lines,
+        note=f"median (least to greatest) of {' or '.join(counts)} interleaved rounds; links are {kinds}; DDP "
+        "always overlaps and stands beside it for comparison",
+    )  # fmt: skip
+
+
+def _ms(seconds: Sequence[float]) -> str:
+    return spread([1e3 * value for value in seconds], ".0f")
+
+
+def draw(rows: Sequence[Row], figure: Any) -> None:
+    above, below = figure.subplots(2, 1, height_ratios=(1, 1))
+    draw_timelines([row for row in rows if "timeline" in row], above)
+    _draw_pairs(pairs(rows), below)
+
+
+def _draw_pairs(those: Sequence[Pair], axis: Any) -> None:
+    """The step with overlap, in per cent of the step without; a whisker from the least to the most it can have been."""
+    from .figure import COLORS, dress
+
+    for place, one in enumerate(reversed(those)):
+        color = "tab:green" if one.saves else "tab:red" if one.costs else "0.6"
+        middle = 100 * (1 - one.saved)
+        least = 100 * min(one.on["each_s"]) / max(one.off["each_s"])
+        most = 100 * max(one.on["each_s"]) / min(one.off["each_s"])
+        axis.barh(place, middle, color=color, alpha=0.6, height=0.6)
+        axis.plot([least, most], [place, place], color="0.2", linewidth=1.2)
+        axis.text(max(most, middle) + 1, place, f"{middle - 100:+.0f} %", va="center", fontsize=8)
+    axis.axvline(100, color=COLORS["ideal"], linestyle="--")
+    title = "A step with overlap, in per cent of one without (green: saves, red: costs, grey: cannot be told)"
+    dress(axis, title, "per cent; the line spans the repeats", "", legend=False)
+    axis.set_yticks(range(len(those)), [one.name for one in reversed(those)], fontsize=8)
+
+
+CLAIM = Claim(
+    number=7,
+    name="overlap",
+    says="Overlapping communication with backward saves time",
+    rule="a setting saves time if its slowest repeat with overlap is faster than its fastest one without; holds if "
+    "every setting does, only if some do, fails if none does",
+    needs="two cores; as root with ip and tc the links are the kernel's, else Hora's transport limits itself",
+    minutes=(1, 5),
+    measure=measure,
+    judge=judge,
+    table=table,
+    draw=draw,
+    figure_size=(11.0, 8.0),
+)

@@ -1,0 +1,96 @@
+"""Few lines are enough: the counts are exact, the scripts run, and one script reaches every architecture."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Any
+
+import pytest
+
+from hora.claims import lines
+
+PAST_GUESSING = 20.0  # per cent; a guess has 10
+
+
+def rows(**changed: int) -> list[dict[str, Any]]:
+    counts = {style.name: 20 for style in lines.STYLES} | {lines.HORA.name: changed.get("ours", 8)}
+    counts |= {lines.DDP.name: changed.get("ddp", 20)}
+    return [{**lines.count(style), "changed": counts[style.name], "ran": {}, "epochs": 1} for style in lines.STYLES]
+
+
+@pytest.mark.parametrize(
+    ("ours", "ddp", "word"), [(10, 11, "holds"), (11, 12, "only if"), (10, 10, "only if"), (11, 11, "fails")]
+)
+def test_every_verdict_can_come_out(ours: int, ddp: int, word: str) -> None:
+    verdict = lines.judge(rows(ours=ours, ddp=ddp))
+    assert verdict.word == word
+    assert f"{ours} changed lines with Hora" in verdict.text
+
+
+def test_a_new_a_lost_and_a_different_line_count_once_each() -> None:
+    found = lines.compare(["a", "b", "c", "d"], ["new", "a", "B", "c"])
+    assert (found["changed"], found["added"], found["removed"]) == (3, 2, 2)
+    assert found["changes"] == ["+ new", "- b", "+ B", "- d"]
+
+
+def test_an_unchanged_script_has_no_changed_line() -> None:
+    assert lines.compare(lines.code("plain.py"), lines.code("plain.py"))["changed"] == 0
+
+
+def test_blank_lines_comments_and_the_head_are_not_counted(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    (tmp_path / "one.py").write_text('"""Head,\n\na$ python one.py\nb$ python one.py --other\n"""\n\n# why\nx = 1\n')
+    monkeypatch.setattr(lines, "SCRIPTS", tmp_path)
+    assert lines.code("one.py") == ["x = 1"]
+    assert lines.commands("one.py") == ["python one.py", "python one.py --other"]
+
+
+def test_the_counts_of_the_scripts_that_are_here() -> None:
+    counted = {style.name: lines.count(style) for style in lines.STYLES}
+    assert {name: row["changed"] for name, row in counted.items()} == {
+        "Hora": 11, "DDP": 16, "Horovod": 16, "TensorFlow's servers": 21,
+    }  # fmt: skip
+    assert {name: len(row["commands"]) for name, row in counted.items()} == {
+        "Hora": 1, "DDP": 2, "Horovod": 1, "TensorFlow's servers": 4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in lines.SCRIPTS.glob("*.py")))
+def test_every_script_compiles(name: str) -> None:
+    compile((lines.SCRIPTS / name).read_text(), name, "exec")
+
+
+@pytest.mark.timeout(150)
+def test_the_plain_script_learns(tmp_path: pathlib.Path) -> None:
+    assert lines.run_plain(str(tmp_path)) > PAST_GUESSING
+    assert (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("strategy", lines.STRATEGIES[:2])
+def test_one_script_runs_under_the_ring_and_under_servers(strategy: str, tmp_path: pathlib.Path) -> None:
+    assert lines.run_hora(strategy, str(tmp_path)) > PAST_GUESSING
+    assert list((tmp_path / "checkpoint").glob("step-*"))
+
+
+@pytest.mark.timeout(150)
+def test_the_script_with_ddp_runs_under_torchrun(tmp_path: pathlib.Path) -> None:
+    assert lines.run_ddp(str(tmp_path)) > PAST_GUESSING
+    assert (tmp_path / "checkpoint").exists()
+
+
+def test_a_script_that_fails_says_what_it_said() -> None:
+    with pytest.raises(RuntimeError, match=r"exit code 2:\n(.|\n)*unrecognized arguments: --nothing"):
+        lines.run([sys.executable, str(lines.SCRIPTS / "plain.py"), "--nothing"])
+
+
+def test_the_table_has_a_line_for_every_style() -> None:
+    table = lines.table(rows())
+    assert [cells[0] for cells in table.lines] == [style.name for style in lines.STYLES]
+    assert all(len(cells) == len(table.headings) for cells in table.lines)
+
+
+def test_it_can_be_drawn() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    lines.draw(rows(), figure)
+    assert len(figure.axes) == 2
