@@ -21,7 +21,9 @@ INTO = "hora-claims"
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--list", "listing", is_flag=True, help="Name the claims, with what each says and takes, and end.")
+@click.option(
+    "--list", "listing", is_flag=True, help="Name the claims, with what each says and takes, e.g. hora claims --list."
+)
 @click.option(
     "--quick", is_flag=True, help="Little of everything, minutes on two cores; without a name: all, e.g. --quick."
 )

@@ -474,20 +474,26 @@ def serve_checkpoint(
 
 
 @hora.command()
-@click.argument("what", metavar="NAME", type=click.Choice(["ring", "tree", "halving", "star", "reduce"]))
-@click.option("-n", "size", type=Whole(), default=5, help="How many ranks, e.g. -n 5. Without it: 5.")
-def explain(what: str, size: int) -> int:
-    """Print an algorithm's schedule, step by step: who sends which chunk to whom, and the sums in every chunk.
+@click.argument("what", metavar="NAME", type=click.Choice(["ring", "tree", "halving", "star", "reduce", "async"]))
+@click.option(
+    "-n", "size", type=Whole(), help="How many ranks, e.g. -n 5. Without it: 5; for async, of 2 to 4 workers, 2."
+)
+def explain(what: str, size: int | None) -> int:
+    """Print an algorithm, step by step: who sends which chunk to whom and the sums in every chunk, or who computes on
+    which version.
 
-    NAME is ring, tree, halving, star, or reduce (serial against tree).
+    NAME is ring, tree, halving, star, reduce (serial against tree), or async (the race of workers for a parameter
+    server, with the versions, the lags, and what bounds them).
 
     \b
       hora explain ring -n 5
+      hora explain async
     """
+    from hora.explain import ASYNC
     from hora.explain import explain as explanation
 
     try:
-        click.echo(explanation(what, size))
+        click.echo(explanation(what, (2 if what == ASYNC else 5) if size is None else size))
     except ValueError as problem:
         raise click.UsageError(str(problem)) from None
     return codes.OK

@@ -1,19 +1,18 @@
-"""`hora explain`: a collective as a picture in text, step by step, with the partial sums in every chunk.
+"""A collective as a picture in text, step by step, with the partial sums in every chunk.
 
 Everything shown is computed from collectives/schedule.py, the same schedule that the algorithms are tested against.
 """
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
-from .collectives import schedule as schedules
-from .collectives.schedule import Schedule, State, Transfer
+from ..collectives import schedule as schedules
+from ..collectives.schedule import Schedule, State, Transfer
+from .text import facts, heading, rule, title, wrap
 
 NAMES = ("ring", "tree", "halving", "star", "reduce")
 MAX_RANKS = 16
@@ -21,17 +20,11 @@ _EASY_RANKS = 8
 """Up to here the output keeps to 110 columns and spells everything out; above, it abbreviates and may take 136."""
 
 
-def explain(name: str, ranks: int) -> str:
-    """The whole explanation of one collective on that many ranks, as plain text ending in a newline.
-
-    Raises ValueError for a name that is not in `NAMES`, and for fewer than 1 or more than `MAX_RANKS` ranks.
-    """
-    if name not in NAMES:
-        raise ValueError(f"nothing to explain under {name!r}; there are: {', '.join(NAMES)}")
+def lines(name: str, ranks: int) -> list[str]:
+    """The explanation of one of `NAMES`. Raises ValueError for fewer than 1 or more than `MAX_RANKS` ranks."""
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"explain draws 1 to {MAX_RANKS} ranks, got {ranks}")
-    lines = _reduce(ranks) if name == "reduce" else _one(_STORIES[name], ranks)
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return _reduce(ranks) if name == "reduce" else _one(_STORIES[name], ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,23 +49,23 @@ class _Story:
 
 def _one(story: _Story, n: int) -> list[str]:
     plan = story.schedule(n)
-    lines = [*_title(f"{story.title} on {_ranks(n)}"), "", *_wrap(story.idea), ""]
+    lines = [*title(f"{story.title} on {_ranks(n)}"), "", *wrap(story.idea), ""]
     if n == 1:
-        return [*lines, *_wrap(_ALONE)]
+        return [*lines, *wrap(_ALONE)]
     return [*lines, *story.picture(plan), "", *_legend(plan), "", *_walk(plan, story), *_summary(plan, story)]
 
 
 def _reduce(n: int) -> list[str]:
-    lines = [*_title(f"reduce on {_ranks(n)}: serial against tree"), "", *_wrap(_REDUCE), ""]
+    lines = [*title(f"reduce on {_ranks(n)}: serial against tree"), "", *wrap(_REDUCE), ""]
     if n == 1:
-        return [*lines, *_wrap(_ALONE)]
+        return [*lines, *wrap(_ALONE)]
     stories = _STORIES["reduce-serial"], _STORIES["reduce-tree"]
     serial, tree = (story.schedule(n) for story in stories)
     lines += [*_legend(serial), ""]
     for story, plan in zip(stories, (serial, tree), strict=True):
-        lines += [*_title(story.title), "", *_wrap(story.idea), "", *story.picture(plan), ""]
+        lines += [*title(story.title), "", *wrap(story.idea), "", *story.picture(plan), ""]
         lines += [*_walk(plan, story), *_summary(plan, story), ""]
-    lines += [*_title("Serial against tree"), "", f"  {'':<14}{'serial':>8}{'tree':>8}"]
+    lines += [*title("Serial against tree"), "", f"  {'':<14}{'serial':>8}{'tree':>8}"]
     for what, left, right, why in (
         ("steps", serial.num_steps, tree.num_steps, "n − 1 against ⌈log2 n⌉"),
         ("messages", serial.num_messages, tree.num_messages, "the same: every rank but the root sends once"),
@@ -98,14 +91,14 @@ def _walk(plan: Schedule, story: _Story) -> list[str]:
     """Start, then for each step its transfers and what every rank holds after it."""
     table = _Table(plan)
     before, *states = table.states
-    lines = [_rule("Start: every rank holds only its own numbers"), "", *table.draw(before), ""]
+    lines = [rule("Start: every rank holds only its own numbers"), "", *table.draw(before), ""]
     of_phase = {phase: [i for i, s in enumerate(plan.steps) if s.phase == phase] for phase in story.rules}
     for number, (step, after) in enumerate(zip(plan.steps, states, strict=True)):
         inside = of_phase[step.phase]
         if number == inside[0]:
-            lines += [*_heading(f"Phase: {step.phase}"), "", *_wrap(_filled(story.rules[step.phase], plan)), ""]
+            lines += [*heading(f"Phase: {step.phase}"), "", *wrap(_filled(story.rules[step.phase], plan)), ""]
         place = f" {inside.index(number) + 1} of {len(inside)}" if len(inside) > 1 else ""
-        lines += [_rule(f"Step {number + 1} of {plan.num_steps} · {step.phase}{place}"), ""]
+        lines += [rule(f"Step {number + 1} of {plan.num_steps} · {step.phase}{place}"), ""]
         lines += [*_transfers(plan, step.transfers, after), "", *table.draw(after, before), ""]
         before = after
     return lines
@@ -342,7 +335,7 @@ def _legend(plan: Schedule) -> list[str]:
         short.append("0,2…6 is 0+2+4+6")
     if any("Σ" in text for text in texts):
         short.append("Σ6 is a sum of six ranks")
-    return _wrap(f"{text} To save room: {', '.join(short)}." if short else text)
+    return wrap(f"{text} To save room: {', '.join(short)}." if short else text)
 
 
 def _summary(plan: Schedule, story: _Story) -> list[str]:
@@ -359,7 +352,7 @@ def _summary(plan: Schedule, story: _Story) -> list[str]:
         f"{per_rank.pop()} from each rank" if len(per_rank) == 1 else f"{min(per_rank)} to {max(per_rank)} per rank"
     )
     share = story.uneven if story.uneven and n & (n - 1) else story.share
-    facts = [
+    told = [
         ("steps", f"{plan.num_steps} = {story.steps}"),
         ("messages", f"{plan.num_messages}, {spread}"),
         ("data sent", share),
@@ -367,9 +360,7 @@ def _summary(plan: Schedule, story: _Story) -> list[str]:
         ("good for", story.good),
         ("the price", story.cost),
     ]
-    lines = [*_heading("Summary"), ""]
-    for name, text in facts:
-        lines += _wrap(text, first=f"  {name:<13}", rest=" " * 15)
+    lines = [*heading("Summary"), "", *facts(told)]
     lines += ["", "  in vectors   " + "".join(head.rjust(width) for head in heads)]
     for name, row in zip(("sent", "received", "added"), numbers, strict=True):
         lines.append(f"  {name:<13}" + "".join(text.rjust(width) for text in row))
@@ -510,25 +501,6 @@ _STORIES: dict[str, _Story] = {
         cost="ranks in the middle must receive and add before they can send.",
     ),
 }
-
-
-def _title(text: str) -> list[str]:
-    return [text, "═" * len(text)]
-
-
-def _heading(text: str) -> list[str]:
-    return [text, "─" * len(text)]
-
-
-def _rule(text: str) -> str:
-    return f"── {text} ".ljust(100, "─")
-
-
-def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
-    """Lines of at most 100 columns that never break inside a formula such as (j + 1) mod n."""
-    glued = re.sub(r" (\+|−|=|mod|XOR) ", "\N{NO-BREAK SPACE}\\1\N{NO-BREAK SPACE}", text)
-    lines = textwrap.wrap(glued, 100, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def _ranks(n: int) -> str:

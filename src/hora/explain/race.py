@@ -1,0 +1,131 @@
+"""Race: workers and one server on a clock of ticks. The server is the real one (server/state.py).
+
+The model is a single number w with the loss w²/2, whose gradient is w itself: a gradient tells where its worker stood
+when it read. A worker reads, computes for as many ticks as it takes, pushes, and reads again once the server lets it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from .. import hyper
+from ..server.layout import cut
+from ..server.memory import Memory
+from ..server.messages import Begin, Enter, Got, Push, Ready
+from ..server.shelf import Shelf
+from ..server.state import Out, Rules, Server
+
+START = 16.0
+RATE = 0.5
+_BLOCK_BYTES = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pace:
+    """A worker reads first at `start`, and each of its gradients takes `ticks`."""
+
+    ticks: int
+    start: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pushed:
+    """`base` is the version that the gradient was computed on, `lag` how many updates have come since."""
+
+    gradient: float
+    base: int
+    lag: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A tick at which something happened, and how it left the server. `reads`: which version who read then;
+    `waits`: who has pushed and may not read yet."""
+
+    time: int
+    pushes: dict[int, Pushed]
+    reads: dict[int, int]
+    waits: frozenset[int]
+    version: int
+    w: float
+
+
+def race(paces: Sequence[Pace], rules: Rules, ticks: int, momentum: float = 0.0, rate: float = RATE) -> list[Moment]:
+    """What happens within so many ticks. In one tick lower ranks come first."""
+    desk = _Desk(rules, len(paces), momentum, rate)
+    workers = [_Worker(pace) for pace in paces]
+    moments = []
+    for time in range(ticks + 1):
+        reads: dict[int, int] = {}
+        pushes: dict[int, Pushed] = {}
+        for rank, worker in enumerate(workers):
+            free: list[int] = []
+            if time == worker.pace.start:
+                free = [rank]
+            elif time == worker.due:
+                worker.due = None
+                pushes[rank] = Pushed(gradient=worker.w, base=worker.base, lag=desk.version - worker.base)
+                free = desk.push(rank, worker.steps, worker.w, worker.base)
+                worker.steps += 1
+            for other in free:
+                reads[other] = workers[other].read(desk, time)
+        if reads or pushes:
+            waits = frozenset(rank for rank, each in enumerate(workers) if each.steps and each.due is None)
+            moments.append(Moment(time=time, pushes=pushes, reads=reads, waits=waits, version=desk.version, w=desk.w))
+    return moments
+
+
+class _Worker:
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+        self.due: int | None = None  # when its gradient will be computed; None while it waits
+        self.steps = 0
+        self.base, self.w = 0, START
+
+    def read(self, desk: _Desk, time: int) -> int:
+        self.base, self.w, self.due = desk.version, desk.w, time + self.pace.ticks
+        return self.base
+
+
+class _Desk:
+    """The server, and the messages that bring a gradient to it."""
+
+    def __init__(self, rules: Rules, size: int, momentum: float, rate: float) -> None:
+        w = torch.nn.Parameter(torch.tensor([START], dtype=torch.float64))
+        optimizer = torch.optim.SGD([w], lr=rate, momentum=momentum)
+        self._settings = hyper.read([optimizer])
+        part = cut([w], [optimizer], 1, _BLOCK_BYTES).parts[0]
+        self._shelf = Shelf(part, Memory(1, part.num_bytes), [w], ["w"], [optimizer])
+        self._shelf.fill(part.parcels[0], [w.detach()])
+        self._server = Server(self._shelf, rules)
+        self._size = size
+        for rank in range(size):
+            self._server.join(rank)
+        for rank in range(size):
+            self._server.handle(rank, Enter())
+
+    @property
+    def version(self) -> int:
+        """How many updates there were."""
+        return self._shelf.version(self._shelf.part.blocks[0]) - self._shelf.memory.origins[0]
+
+    @property
+    def w(self) -> float:
+        return float(self._shelf.flats[0])
+
+    def push(self, rank: int, step: int, gradient: float, base: int) -> list[int]:
+        """Who may read now."""
+        begin = Begin(step, 0, 1, hyper=self._settings, present=self._size)
+        push = Push(step, 0, [base + self._shelf.memory.origins[0]])
+        out = self._server.handle(rank, begin)
+        return self._deliver(out + self._server.handle(rank, push, [torch.tensor([gradient], dtype=torch.float64)]))
+
+    def _deliver(self, out: Out) -> list[int]:
+        freed = [(rank, message) for (_, rank), message in out if isinstance(message, Ready)]
+        for rank, ready in freed:  # what a full synchronisation left is read by all before anything else is applied
+            more = self._server.handle(rank, Got(ready.step + 1))
+            assert not more, "nobody has pushed meanwhile"
+        return [rank for rank, _ in freed]
