@@ -65,10 +65,15 @@ if rest or args.batch % (num_pipelines * args.micro_batches):
         f"{args.batch} windows on {job.size} worker(s) make no pipelines of {num_stages} with {args.micro_batches} "
         f"equal micro-batches each; try hora run -n 2 examples/pipeline.py --batch {8 * args.micro_batches}"
     )
+text = "\n\n".join(topics.values())[: args.characters]
+if args.epochs < 1 or len(text) <= args.batch * CONTEXT:
+    raise SystemExit(
+        f"{args.epochs} epoch(s) of {len(text)} characters make no batch of {args.batch} windows; each window takes "
+        f"{CONTEXT}, and the last one more"
+    )
 pipeline, here = divmod(job.rank, num_stages)
 
 torch.manual_seed(0)
-text = "\n\n".join(topics.values())[: args.characters]
 alphabet = sorted(set(text))
 codes = torch.tensor([alphabet.index(letter) for letter in text])
 windows = codes.unfold(0, CONTEXT + 1, CONTEXT)

@@ -56,6 +56,13 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     )
 
 
+def test_a_text_shorter_than_a_batch_is_refused() -> None:
+    process = started(1, "--characters", "512")
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode != 0
+    assert err.startswith("1 epoch(s) of 512 characters make no batch of 8 windows; ") and "Traceback" not in err
+
+
 def test_a_killed_stage_ends_the_run_and_is_named() -> None:
     process = started(2, "--epochs", "1000")
     assert process.stdout is not None and process.stderr is not None

@@ -48,6 +48,15 @@ def test_equal_workers_lag_by_the_number_of_the_others(workers: int) -> None:
 
 
 @every_size
+def test_what_is_said_of_equal_workers_is_so_of_the_race_that_is_shown(workers: int) -> None:
+    came = pushes(race(even_paces(workers), Rules(mode="async"), 5 * workers - 1))
+    later = [lag for place, (rank, *_, lag) in enumerate(came) if rank in {earlier for earlier, *_ in came[:place]}]
+    assert set(later) == {workers - 1}
+    late = "one update late" if workers == 2 else f"{workers - 1} updates late"
+    assert f"every gradient but each worker's first comes {late}" in " ".join(explain(workers).split())
+
+
+@every_size
 def test_the_slow_worker_comes_four_updates_late(workers: int) -> None:
     paces = uneven_paces(workers)
     moments = race(paces, Rules(mode="async"), paces[-1].ticks)

@@ -12,6 +12,10 @@ import os
 
 THRESHOLD_BYTES = 1 << 30  # larger blocks still go back
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+ENV = (  # what `keep` does, for a process that does not call it
+    ("MALLOC_MMAP_THRESHOLD_", f"{THRESHOLD_BYTES}"),
+    ("MALLOC_TRIM_THRESHOLD_", f"{2 * THRESHOLD_BYTES - 1}"),
+)
 _OWN_WORD = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 

@@ -97,6 +97,7 @@ class World:
         self._ends: list[Event] = []  # for groups that are still to be founded
         self._early: collections.deque[Event] = collections.deque(maxlen=256)  # words about groups not founded here yet
         self._torch: TorchGroup | None = None
+        self._torch_attempts = 0
         self._founder: Group | None = None  # the group that is about to make another
         self._closed = False
         control.listen(self._hear)
@@ -190,7 +191,8 @@ class World:
         if self._torch is None:
             circle = self.group.transport.circle
             agree = functools.partial(self._agree, circle)
-            self._torch = TorchGroup(circle, self.control, self.bind, backend, device, agree, self._check)
+            attempt, self._torch_attempts = self._torch_attempts, self._torch_attempts + 1
+            self._torch = TorchGroup(circle, self.control, self.bind, backend, device, agree, self._check, attempt)
         elif backend not in (None, self._torch.backend):
             raise ValueError(f"job.process_group({backend!r}): it was opened as {self._torch.backend or 'default'!r}")
         return self._torch

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from hora.bench.staleness import train
-from hora.claims import accuracy
-from hora.claims.accuracy import ASYNC, EVERY, JUDGED, MOMENTA, SSP, STRATEGIES, SYNC
+from hora.claims import accuracy, accuracy_runs
+from hora.claims.accuracy import JUDGED
 from hora.claims.accuracy_rank import Lesson, Plan
+from hora.claims.accuracy_runs import ASYNC, EVERY, MOMENTA, SSP, STRATEGIES, SYNC
 from hora.claims.claim import Row
 
 SEEDS = [0, 1, 2]
@@ -37,7 +38,7 @@ def made_up(
         for momentum in MOMENTA for mode in STRATEGIES
     ]  # fmt: skip
     for momentum in MOMENTA:
-        for correct in accuracy.CORRECTIONS:
+        for correct in accuracy_runs.CORRECTIONS:
             for lag in (0, 3, 7, 15):
                 down = 0.3 if correct == "none" and lag >= (falls or {}).get(momentum, 99) else 0.0
                 rows.append({"kind": "sweep", "momentum": momentum, "correct": correct, "lag": lag, "rate": 0.1,
@@ -69,6 +70,11 @@ def test_it_names_the_lag_where_only_the_sweep_falls() -> None:
     )
 
 
+def test_it_says_what_the_corrections_win_back() -> None:
+    found = "at lag 15 with momentum 0.9: none 65.5 %, scale 95.5 %, dc 95.5 %; all at one rate"
+    assert found in accuracy.judge(made_up({}, falls={0.9: 7})).text
+
+
 @pytest.mark.parametrize("rows", [made_up({}), made_up(EVERYWHERE, 9.5, {0.9: 7})], ids=["nothing lost", "nothing won"])
 def test_it_fails_where_nothing_is_given_up_or_nothing_won(rows: list[Row]) -> None:
     assert accuracy.judge(rows).word == "fails"
@@ -94,9 +100,9 @@ def test_a_lag_that_is_borne_again_later_is_not_where_it_falls_from() -> None:
 
 def test_where_a_run_stands_is_the_mean_over_the_last_fifth() -> None:
     curve = [(1.0, 10, [0.1, 0.2]), (7.0, 80, [0.5, 0.6]), (8.0, 90, [0.7, 0.8]), (10.0, 100, [0.9, 0.4])]
-    assert accuracy.standing(curve, 100) == pytest.approx([0.7, 0.6])
-    assert accuracy.standing(curve, 8.0, axis=0) == pytest.approx([0.6, 0.7])
-    assert accuracy.standing(curve, 5.0, axis=0) == [0.1, 0.2], "what was seen last, if nothing is nearer"
+    assert accuracy_runs.standing(curve, 100) == pytest.approx([0.7, 0.6])
+    assert accuracy_runs.standing(curve, 8.0, axis=0) == pytest.approx([0.6, 0.7])
+    assert accuracy_runs.standing(curve, 5.0, axis=0) == [0.1, 0.2], "what was seen last, if nothing is nearer"
 
 
 def test_in_time_compares_at_the_moment_when_the_first_was_through() -> None:
@@ -106,15 +112,15 @@ def test_in_time_compares_at_the_moment_when_the_first_was_through() -> None:
 
 
 def test_the_best_learning_rate_is_chosen_by_seeds_that_do_not_count() -> None:
-    how = accuracy.size(quick=True)
-    each, rates = how.tuning_seeds + how.seeds, len(accuracy.RATES)
+    how = accuracy_runs.size(quick=True)
+    each, rates = how.tuning_seeds + how.seeds, len(accuracy_runs.RATES)
     networks = [0.5] * (each * rates)
     networks[2 * each : 2 * each + how.tuning_seeds] = [0.9] * how.tuning_seeds  # best for those that choose
     networks[4 * each + how.tuning_seeds : 5 * each] = [1.0] * how.seeds  # best for those that count
     run = {"curve": [(1.0, 40, [networks] * 2)], "seconds": 1.0, "samples": 40, "lags": {"1": 3, "2": 1}}
     runs: dict[str, list[dict[str, Any]]] = {mode: [run] for mode in STRATEGIES}
-    rows = accuracy.rows_of(runs, how)
-    assert {row["rate"] for row in rows} == {accuracy.RATES[2] * (1 - momentum) for momentum in MOMENTA}
+    rows = accuracy_runs.rows_of(runs, how)
+    assert {row["rate"] for row in rows} == {accuracy_runs.RATES[2] * (1 - momentum) for momentum in MOMENTA}
     assert all(row["curve"][-1][2] == row["ends"] == row["untuned"] == [0.5] * how.seeds for row in rows)
     assert all(row["lag"] == pytest.approx(1.25) for row in rows)
 
@@ -124,7 +130,9 @@ def test_table_and_figure_show_every_mode() -> None:
 
     rows = made_up(EVERYWHERE, falls={0.0: 7, 0.9: 3})
     table = accuracy.table(rows)
-    assert [cells[0] for cells in table.lines] == [*accuracy.LABELS.values()] * 2
+    late = ["late", *(f"late, {correct}" for _ in range(3) for correct in accuracy_runs.CORRECTIONS)]
+    assert [cells[0] for cells in table.lines] == [*accuracy.LABELS.values()] * 2 + late * 2
+    assert table.lines[8 + 7][:7] == ["late, none", "0", "0.1", "15", "", "65.5 (65.0 to 66.0)", "-30.0 ± 0.0"]
     assert all(len(cells) == len(table.headings) for cells in table.lines)
     assert "No best learning rate was at the edge" in table.note
     accuracy.draw(rows, figure := Figure(figsize=accuracy.CLAIM.figure_size))
@@ -135,14 +143,14 @@ def test_table_and_figure_show_every_mode() -> None:
 
 
 def small_plan(workers: int) -> dict[str, Any]:
-    told = accuracy.plan(accuracy.size(quick=True), 0)
-    return {**told, "samples": 10 * accuracy.BATCH * workers, "pause_s": (0.0, 0.002), "looks": 5}
+    told = accuracy_runs.plan(accuracy_runs.size(quick=True), 0)
+    return {**told, "samples": 10 * accuracy_runs.BATCH * workers, "pause_s": (0.0, 0.002), "looks": 5}
 
 
 @functools.cache
 def plain_losses() -> torch.Tensor:
     lesson = Lesson(Plan(**small_plan(1)))
-    for numbers in lesson.numbers.split(accuracy.BATCH):
+    for numbers in lesson.numbers.split(accuracy_runs.BATCH):
         lesson.backward(numbers)
         lesson.optimizer.step()
         lesson.optimizer.zero_grad()
@@ -158,7 +166,7 @@ def test_networks_side_by_side_learn_as_one_alone() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=MOMENTA[1])
     lesson = Lesson(plan)
     train_x, train_y, test_x, test_y = lesson._x, lesson._y, lesson._test_x, lesson._test_y
-    for numbers in lesson.numbers[:, number].split(accuracy.BATCH):
+    for numbers in lesson.numbers[:, number].split(accuracy_runs.BATCH):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(net(train_x[numbers]), train_y[numbers]).backward()
         optimizer.step()
@@ -168,7 +176,7 @@ def test_networks_side_by_side_learn_as_one_alone() -> None:
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])
 def test_one_worker_learns_as_plain_torch_does(mode: str) -> None:
-    found = accuracy.launch(mode, 1, small_plan(1))
+    found = accuracy_runs.launch(mode, 1, small_plan(1))
     torch.testing.assert_close(torch.tensor(found["losses"]), plain_losses(), equal_nan=True)
     assert set(found["lags"]) == {"0"}
 
@@ -176,14 +184,14 @@ def test_one_worker_learns_as_plain_torch_does(mode: str) -> None:
 @pytest.mark.parametrize("mode", [SYNC, ASYNC, EVERY])
 def test_two_workers_see_the_same_number_of_samples_in_every_mode(mode: str) -> None:
     plan = small_plan(2)
-    found = accuracy.launch(mode, 2, plan)
+    found = accuracy_runs.launch(mode, 2, plan)
     assert found["samples"] == plan["samples"] == found["curve"][-1][1]
     seen = [samples for _, samples, _ in found["curve"]]
     assert seen == sorted(set(seen))
     if mode == SYNC:
-        assert accuracy.mean_lag(found["lags"]) == 0.0
-        assert seen == list(range(4 * accuracy.BATCH, plan["samples"] + 1, 4 * accuracy.BATCH)), "whole steps"
+        assert accuracy_runs.mean_lag(found["lags"]) == 0.0
+        assert seen == list(range(4 * accuracy_runs.BATCH, plan["samples"] + 1, 4 * accuracy_runs.BATCH)), "whole steps"
 
 
 def test_the_sweep_begins_with_plain_training_whatever_the_correction() -> None:
-    assert len({train(0.9, correct, 0, 0, epochs=1) for correct in accuracy.CORRECTIONS}) == 1
+    assert len({train(0.9, correct, 0, 0, epochs=1) for correct in accuracy_runs.CORRECTIONS}) == 1

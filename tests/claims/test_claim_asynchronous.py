@@ -37,12 +37,18 @@ def row(mode: str, workers: int, servers: int, per_s: float, waiting: float) -> 
 
 
 def test_it_holds_when_every_line_is_linear_and_nobody_waits() -> None:
-    assert asynchronous.judge(rows({1: 16, 2: 16, 4: 16}, waiting=0.03)).word == "holds"
+    """Over links that cost nothing, which those of the measurement are not."""
+    verdict = asynchronous.judge(rows({1: 16, 2: 16, 4: 16}, waiting=0.03))
+    assert verdict.word == "holds" and "literally" not in verdict.text
+
+
+def test_the_rule_says_that_over_these_links_nobody_can_never_wait() -> None:
+    assert "a worker alone already waits 20% of its time for its own push and pull" in asynchronous.RULE
 
 
 def test_linear_but_waiting_is_no_more_than_a_condition() -> None:
     verdict = asynchronous.judge(rows({1: 16, 2: 16, 4: 16}))
-    assert verdict.word == "only if" and "one worker alone 20 %" in verdict.text
+    assert verdict.word == "only if" and "one worker alone 20 %: literally" in verdict.text
 
 
 def test_it_is_bound_to_the_room_on_the_servers_links() -> None:
@@ -63,6 +69,14 @@ def test_waiting_for_others_ends_the_reach_as_well_as_lost_speed() -> None:
         if each["part"] == "speed" and each["workers"] >= 4:
             each["waiting"] = [0.26, 0.26]
     assert asynchronous.judge(those).word == "fails"
+
+
+def test_rounds_on_both_sides_of_the_condition_are_told() -> None:
+    those = rows({1: 2, 2: 8, 4: 16})
+    (four,) = (row for row in those if row.get("mode") == "async" and (row["servers"], row["workers"]) == (1, 4))
+    four |= {"per_s": [4 / ALONE_S, 3 / ALONE_S], "waiting": [0.22, 0.35]}
+    said = "with 1 server up to 2 workers (links full at 4.9; with 4 workers some rounds are within, some not), with 2"
+    assert said in asynchronous.judge(those).text
 
 
 def test_table_and_figure_show_speed_waiting_lag_and_accuracy() -> None:

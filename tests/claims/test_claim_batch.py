@@ -86,6 +86,18 @@ def test_the_table_has_a_line_for_every_batch() -> None:
     assert all(len(cells) == len(table.headings) for cells in table.lines)
 
 
+def test_learning_rates_that_tie_are_named() -> None:
+    ones = rows({})
+    assert "on 1 other seeds. " in batch.table(ones).note
+    tied = [
+        {"kind": "grid", "lr": lr, "seeds": [100, 101], "accuracies": accuracies}
+        for lr, accuracies in ((0.005, [0.9, 0.9]), (0.01, [0.1 + 0.2 + 0.6, 0.9]), (0.02, [0.8, 0.95]))
+    ]
+    assert batch.best_rates(tied) == [0.005, 0.01]
+    note = batch.table([*tied, *ones[1:]]).note
+    assert "on 2 other seeds, where 0.005 and 0.01 tied and the smallest was taken. " in note
+
+
 def test_it_can_be_drawn() -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
     batch.draw(rows({batch.WITHOUT: FALLS, "at once": {4: 0.0, 32: 0.85}}), figure)

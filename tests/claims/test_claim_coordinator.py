@@ -43,6 +43,7 @@ def story(ring: float, local: float) -> list[Row]:
 )
 def test_the_verdict_looks_at_large_models_with_metrics(ring: float, local: float, said: str) -> None:
     found = str(coordinator.judge(story(ring, local)))
+    assert "so by design, not a finding" in found
     assert found.startswith(said) and f"ring {100 * ring:.2g} %, local:every=8 {100 * local:.2g} %" in found
 
 
@@ -59,6 +60,7 @@ def test_the_table_tells_reports_from_samples() -> None:
     assert (passed, reports, samples) == ("2000 (2000 to 2000)", "1800", "200")
     assert (tensors, share, step) == ("1.00", "0.2 %", "200 (200 to 200)")
     assert told.lines[-1][0].endswith("no metrics") and "join 4, put 10" in told.note
+    assert "3 turns of 10 steps" in told.note
 
 
 def test_the_figure_is_drawn_from_the_rows() -> None:

@@ -48,7 +48,22 @@ def test_it_holds_only_up_to_the_interval_before_the_first_that_is_worse(task: s
 
 def test_the_hardest_task_decides() -> None:
     verdict = CLAIM.judge([*rows(), *rows("gpt", h4=5.0)])
-    assert verdict.text.startswith("H ≤ 2 (digits 64, gpt 2)")
+    assert verdict.text.startswith("H ≤ 2 (digits 64; gpt 2): ")
+
+
+def test_the_verdict_says_where_other_seeds_might_decide_otherwise() -> None:
+    ones = rows(h16=1.2, h32=1.1)
+    ones[5]["accuracies"] = [0.95 - 0.006, 0.97 - 0.018]  # H = 16: 0.6 and 1.8 points worse
+    assert CLAIM.judge(ones).text.startswith("H ≤ 8 (digits 8, within the seeds' scatter at H = 16): ")
+    ones[4]["accuracies"] = [0.95 - 0.012, 0.97]  # H = 8: 1.2 and none
+    assert CLAIM.judge(ones).text.startswith("H ≤ 8 (digits 8, within the seeds' scatter at H = 8, 16): ")
+
+
+def test_the_verdict_says_that_there_is_one_seed() -> None:
+    ones = rows("gpt")
+    for one in ones:
+        one["losses"] = one["losses"][:1]
+    assert CLAIM.judge(ones).text.startswith("the same quality up to H = 64 (gpt 64, one seed): bytes fall")
 
 
 def test_it_fails_if_the_first_longer_round_is_worse() -> None:

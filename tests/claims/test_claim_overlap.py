@@ -32,14 +32,20 @@ def trace(overlaps: bool) -> Row:
 
 
 SAVES = pair(LINKS, "ring", [0.8, 0.85], [1.0, 1.1])
-COSTS = pair(HOST, overlap.TCP, [1.2, 1.3], [1.0, 1.1])
-UNCLEAR = pair(HOST, "shared", [0.8, 1.05], [1.0, 1.1])
+COSTS = pair(HOST, "shared", [1.2, 1.3], [1.0, 1.1])
+UNCLEAR = pair(overlap.SPARE, "ring", [0.8, 1.05], [1.0, 1.1])
+MADE_UP = pair(HOST, overlap.TCP, [1.2, 1.3], [1.0, 1.1])
 
 
 def test_it_holds_where_every_setting_saves() -> None:
     verdict = overlap.judge(SAVES)
     assert verdict.word == "holds"
     assert "21% shorter, 75% of communication hidden" in verdict.text
+
+
+def test_a_setting_made_up_is_not_judged() -> None:
+    assert overlap.judge(SAVES + MADE_UP) == overlap.judge(SAVES)
+    assert overlap.judge(COSTS + pair(HOST, overlap.TCP, [0.8], [1.0])).word == "fails"
 
 
 def test_it_fails_where_none_does() -> None:
@@ -55,18 +61,21 @@ def test_it_holds_only_where_gradients_cross_the_links() -> None:
 
 
 def test_a_place_of_which_not_all_save_is_told_by_its_settings() -> None:
-    verdict = overlap.judge(COSTS + pair(HOST, "shared", [0.8], [1.0]))
+    verdict = overlap.judge(COSTS + pair(HOST, "ring", [0.8], [1.0]))
     assert verdict.word == "only if"
-    assert verdict.text.startswith(f"{HOST}: mlp, shared, 2 workers (")
+    assert verdict.text.startswith(f"{HOST}: mlp, ring, 2 workers (")
 
 
 def test_every_pair_and_ddp_are_in_the_table_and_the_figure_is_drawn() -> None:
     figure: Any = pytest.importorskip("matplotlib.figure").Figure()
     ddp = row(HOST, "ddp/gloo", True, [1.0, 1.1], None)
-    found = [*COSTS, *UNCLEAR, *SAVES, ddp, trace(True), trace(False)]
+    found = [*COSTS, *UNCLEAR, *SAVES, *MADE_UP, ddp, trace(True), trace(False)]
     told = overlap.table(found)
-    assert [cells[4] for cells in told.lines] == ["costs", "cannot be told", "saves", ""]
+    assert [cells[4] for cells in told.lines] == ["costs", "cannot be told", "saves", "costs", ""]
+    assert f"{overlap.TCP} (made up)" in told.lines[3][0] and f"{overlap.TCP} is made up" in told.note
     assert {len(cells) for cells in told.lines} == {len(told.headings)}
+    kept = overlap.table([*found, ddp]).note, overlap.table([*SAVES, ddp | {"keeps_memory": True}]).note
+    assert ["keeping freed memory" in note for note in kept] == [False, True]
     assert "2 interleaved rounds" in told.note and "kernel's" in told.note
     overlap.draw(found, figure)
     assert len(figure.axes) == 2

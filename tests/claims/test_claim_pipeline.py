@@ -64,12 +64,15 @@ def test_theory_of_the_bubble() -> None:
     assert pipeline.theory(8, stages=4) == 3 / 11
 
 
-def made(idles: dict[int, float], speeds: dict[int, float], ring_idle: float = 0.02) -> list[dict[str, Any]]:
-    """Rows of one round: GPipe and 1F1B alike, with speeds as shares of data parallel's."""
+def made(
+    idles: dict[int, float], speeds: dict[int, float], ring_idle: float = 0.02, ddp_step: float = 1.0
+) -> list[dict[str, Any]]:
+    """Rows of one round: GPipe and 1F1B alike, with speeds as shares of the ring's."""
 
     def row(schedule: str, m: int) -> dict[str, Any]:
         split = schedule in pipeline.SCHEDULES
-        step, idle = (1 / speeds[m], idles[m]) if split else (1.0, ring_idle)
+        alone = ddp_step if schedule == "ddp" else 1.0
+        step, idle = (1 / speeds[m], idles[m]) if split else (alone, ring_idle)
         return {"schedule": schedule, "micro_batches": m, "step_s": [step], "busy_s": [[step * (1 - idle)] * 2]}
 
     return [row(*way) for way in pipeline.WAYS]
@@ -87,6 +90,8 @@ BUBBLE = {1: 0.5, 2: 0.33, 4: 0.2, 8: 0.11}
         (made(BUBBLE, {1: 0.5, 2: 0.6, 4: 0.7, 8: 0.7}, 0.06), "only if", "fewer than 8 micro-batches"),
         (made({**BUBBLE, 1: 0.2}, {1: 0.8, 2: 0.8, 4: 0.8, 8: 0.8}), "fails", "already with 1 micro-batch a stage is"),
         (made(BUBBLE, {1: 0.95, 2: 0.95, 4: 0.95, 8: 0.95}), "fails", "95 % of data parallel's speed"),
+        (made(BUBBLE, {1: 0.5, 2: 0.6, 4: 0.7, 8: 0.7}, 0.3), "fails", "less than 2 times as much as data parallel"),
+        (made(BUBBLE, {1: 0.5, 2: 0.6, 4: 0.7, 8: 0.95}, ddp_step=0.8), "holds", "(the faster data parallel: DDP;"),
     ],
 )
 def test_the_verdict_follows_the_rule(rows: list[dict[str, Any]], word: str, text: str) -> None:

@@ -14,7 +14,7 @@ FLAT = (100, 95, 94, 94, 93)
 
 
 def rows(
-    one: tuple[int, ...] = FALLING[1], four: tuple[int, ...] = FALLING[4], ring: tuple[int, ...] = FLAT
+    one: tuple[int, ...] = FALLING[1], four: tuple[int, ...] = FALLING[4], ring: tuple[float, ...] = FLAT
 ) -> list[Row]:
     """As measured, of efficiencies in per cent at 1, 2, 4, 8 and 16 workers."""
     found = [row("alone", 1, 0, 100)]
@@ -36,7 +36,8 @@ def row(name: str, workers: int, num_servers: int, percent: float) -> Row:
 def test_it_holds_when_one_server_chokes_more_relieve_it_and_the_ring_stays() -> None:
     verdict = servers.judge(rows())
     assert verdict.word == "holds"
-    assert "15 % with 16" in verdict.text and "43 % with 4" in verdict.text and "93 % or more" in verdict.text
+    assert "15 % with 16" in verdict.text and "43 % with 4" in verdict.text and "93.0 % or more" in verdict.text
+    assert "both sides" not in verdict.text
 
 
 def test_it_fails_when_one_server_is_not_slowed_or_others_do_not_help() -> None:
@@ -54,6 +55,14 @@ def test_it_is_bound_to_a_number_of_workers_when_the_ring_gives_way_later() -> N
     assert str(verdict).startswith("only if there are no more than 8 workers")
 
 
+def test_a_ring_just_below_the_threshold_is_told_with_its_rounds() -> None:
+    verdict = servers.judge(rows(ring=(100, 95, 90, 85, 79.56)))
+    assert str(verdict).startswith("only if there are no more than 8 workers")
+    assert verdict.text.endswith(
+        "the ring keeps 79.6 % or more, with 16 workers on both sides of 80 % (rounds 78.8 to 80.4)"
+    )
+
+
 def test_table_and_figure_show_every_line() -> None:
     table = servers.table(rows())
     assert [line[0] for line in table.lines] == [
@@ -63,9 +72,11 @@ def test_table_and_figure_show_every_line() -> None:
         "ring",
         "DDP on Gloo",
     ]
-    assert table.lines[0][-1] == "15 (15 to 15) %" and "3 rounds" in table.note
+    assert table.lines[0][-1] == "15.0 (14.9 to 15.2) %" and "3 rounds" in table.note
+    assert servers.OVERLAP in table.note
     canvas = pytest.importorskip("matplotlib.figure").Figure()
     servers.draw(rows(), canvas)
+    assert servers.OVERLAP in canvas.axes[0].get_title()
     labels = [text.get_text() for text in canvas.axes[0].get_legend().get_texts()]
     assert labels == [*(line[0] for line in table.lines), "ideal", "limit of the links"]
 

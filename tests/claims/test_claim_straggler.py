@@ -25,6 +25,7 @@ def row(strategy: str, kind: str, share: float) -> Row:
 
 
 def rows(sync: dict[str, float], ssp: dict[str, float], backup: dict[str, float]) -> list[Row]:
+    """The control reaches 95 % unless `even` says otherwise."""
     found = []
     for strategy in straggler.QUICK:
         shares = sync if strategy in straggler.SYNC else ssp if strategy in straggler.BOUNDED else backup
@@ -38,7 +39,9 @@ HELPED = {"lasting": 0.9, "passing": 0.9}
 
 def test_it_holds_if_both_remedies_help_against_both_stragglers() -> None:
     verdict = straggler.judge(rows(SLOW, HELPED, HELPED))
-    assert verdict.word == "holds" and "30% under a lasting one" in verdict.text
+    assert verdict.word == "holds"
+    assert "keeps 32% under a lasting one (30% of what is possible if nobody waits)" in verdict.text
+    assert "lasting: +200% samples per second, +200% of what is kept" in verdict.text
 
 
 def test_only_if_names_the_straggler_that_a_remedy_helps_against() -> None:
@@ -52,6 +55,21 @@ def test_only_if_names_the_straggler_that_a_remedy_helps_against() -> None:
 )
 def test_it_fails_if_nothing_helps_or_nothing_holds_back(sync: dict[str, float], helped: dict[str, float]) -> None:
     assert straggler.judge(rows(sync, helped, helped)).word == "fails"
+
+
+def test_who_is_slow_without_a_straggler_too_is_not_held_back_by_one() -> None:
+    sync = {"even": 0.55, "lasting": 0.5, "passing": 0.5}
+    verdict = straggler.judge(rows(sync, HELPED, HELPED))
+    assert verdict.word == "fails" and "91% under a lasting one (50% of" in verdict.text
+
+
+def test_who_is_faster_without_a_straggler_too_does_not_help_against_one_nor_who_is_always_slow() -> None:
+    sync = {"even": 0.5, "lasting": 0.25, "passing": 0.25}
+    faster, always_slow = {"lasting": 0.5, "passing": 0.5}, dict.fromkeys(straggler.KINDS, 0.25)
+    verdict = straggler.judge(rows(sync, {"even": 0.95, **faster}, always_slow))
+    assert verdict.word == "fails"
+    assert "lasting: +100% samples per second, +5% of what is kept" in verdict.text
+    assert "lasting: +0% samples per second, +100% of what is kept" in verdict.text
 
 
 def test_table_and_figure_show_every_row() -> None:

@@ -105,12 +105,26 @@ def test_what_cannot_be_measured_here_says_why_and_the_others_go_on(
     assert [one.claim for one in record.read_all(tmp_path)] == ["servers"]
 
 
+def test_a_defect_of_one_claim_does_not_stop_the_others(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slip(quick: bool) -> list[Row]:
+        return [{}["missing"]]
+
+    those = {"master": claim(measure=slip), "servers": claim(name="servers")}
+    monkeypatch.setattr(catalogue, "find", lambda name: those[name])
+    result = call("master", "servers", "--into", tmp_path)
+    assert result.return_value == codes.SCRIPT_FAILED and "KeyError: 'missing'" in result.output
+    assert [one.claim for one in record.read_all(tmp_path)] == ["servers"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["mastre"], "did you mean master?"),
         ([], "hora claims --list"),
-        (["master", "--all"], "contradict each other"),
+        (["master", "--all"], "leave names, --quick and --redraw out"),
+        (["--quick", "--page", "x.md"], "full records only"),
         (["--redraw", "--into", "/nonexistent"], "there is no record in /nonexistent"),
         (["--page", "x.md", "--into", "/nonexistent"], "there is no full record in /nonexistent"),
     ],
@@ -131,7 +145,8 @@ def test_a_run_leaves_its_result_and_a_failed_one_its_last_lines(tmp_path: pathl
     script.write_text(
         "import hora, json, pathlib, sys\njob = hora.init()\nprint('hear this', flush=True)\n"
         "if sys.argv[2] == 'fail': raise RuntimeError('out of luck')\n"
-        "if job.rank == 0: pathlib.Path(sys.argv[1]).write_text(json.dumps([job.size, sys.argv[2]]))\n"
+        "if job.rank == 0 and sys.argv[2] == 'word':\n"
+        "    pathlib.Path(sys.argv[1]).write_text(json.dumps([job.size, sys.argv[2]]))\n"
     )
     heard: list[str] = []
 
@@ -141,6 +156,8 @@ def test_a_run_leaves_its_result_and_a_failed_one_its_last_lines(tmp_path: pathl
 
     assert launched([str(script)], "word", size=2, strategy="ring", hear=hear) == [2, "word"]
     assert "[1] hear this\n" in heard
+    with pytest.raises(RuntimeError, match=r"ring with 1 ended well, but left no result"):
+        launched([str(script)], "nothing", size=1, strategy="ring")
     with pytest.raises(RuntimeError, match=r"ring with 1 ended with exit code 1:(?s:.*)out of luck"):
         launched([str(script)], "fail", size=1, strategy="ring")
 

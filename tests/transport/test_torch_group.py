@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 import hora
+from hora.collectives import Group
 from hora.transport.torch_group import _fitting
+from ranks import Run
 
 
 @pytest.fixture
@@ -44,6 +46,30 @@ def test_a_group_that_the_user_has_opened_is_left_alone(job: hora.Job) -> None:
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+def test_ranks_that_name_different_backends_are_told_at_every_attempt() -> None:
+    calls = [("nccl", "gloo"), ("gloo", None)]
+
+    def work(group: Group) -> list[str]:
+        world = ranks.worlds[group.rank]
+        assert world is not None
+        told = []
+        for words in calls:
+            with pytest.raises(hora.Mismatch) as caught:
+                world.torch_group(words[group.rank], torch.device("cpu"))
+            told.append(str(caught.value))
+        return told
+
+    ranks = Run(2)
+    ranks.start(work).finish()
+    assert ranks.errors == [None, None]
+    for first, second in ranks.results:
+        assert first.startswith(
+            "rank 0 called job.process_group('nccl') and rank 1 job.process_group('gloo'): all must"
+        )
+        assert second.startswith("rank 0 called job.process_group('gloo') and rank 1 job.process_group(): all must")
+    assert not dist.is_initialized()
 
 
 def test_backends_fit_the_gpus_of_all_ranks() -> None:

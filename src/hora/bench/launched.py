@@ -6,16 +6,18 @@ Hora keeps of the run goes into a folder that is removed afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+LIMIT_S = 1800.0
 LEAVE_S = 10.0
 TAIL_LINES = 20
 
@@ -30,11 +32,13 @@ def launched(
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     hear: Hear = lambda line: False,
+    limit_s: float = LIMIT_S,
 ) -> Any:
     """The result of `worker`, a script or ("-m", module), with `size` workers; one thread each.
 
     `options` are more flags of `hora run`. `hear` gets each line of output; those it returns True for are not kept for
-    the complaint. RuntimeError with the last lines if the run fails. An interruption ends the run before it goes on.
+    the complaint. RuntimeError with the last lines if the run fails, leaves nothing, or takes longer than `limit_s`. An
+    interruption ends the run before it goes on.
     """
     with tempfile.TemporaryDirectory(prefix="hora-run-", ignore_cleanup_errors=True) as folder:
         path = pathlib.Path(folder) / "result.json"
@@ -51,14 +55,31 @@ def launched(
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
         ) as launcher:
             assert launcher.stdout is not None
+            late = threading.Timer(limit_s, _end, (launcher,))
+            late.start()
+            begin = time.monotonic()
             try:
                 said += (line for line in launcher.stdout if not hear(line))
-            except BaseException:  # interrupted: the launcher ends its ranks, which takes it a moment
-                launcher.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    launcher.wait(LEAVE_S)
+                launcher.wait()
+            except BaseException:
+                _end(launcher)
                 raise
+            finally:
+                late.cancel()
+            overdue = time.monotonic() - begin >= limit_s
+        tail = "".join(f"  {line}" for line in said[-TAIL_LINES:]).rstrip()
         if launcher.returncode:
-            tail = "".join(f"  {line}" for line in said[-TAIL_LINES:]).rstrip()
-            raise RuntimeError(f"{strategy} with {size} ended with exit code {launcher.returncode}:\n{tail}")
+            why = f"ended with exit code {launcher.returncode}" if not overdue else f"was ended after {limit_s:g} s"
+            raise RuntimeError(f"{strategy} with {size} {why}:\n{tail}")
+        if not path.exists():
+            raise RuntimeError(f"{strategy} with {size} ended well, but left no result:\n{tail}")
         return json.loads(path.read_text())
+
+
+def _end(launcher: subprocess.Popen[str]) -> None:
+    """It ends its ranks, which takes it a moment; if it does not, its guardian does."""
+    launcher.terminate()
+    try:
+        launcher.wait(LEAVE_S)
+    except subprocess.TimeoutExpired:
+        launcher.kill()

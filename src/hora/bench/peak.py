@@ -1,8 +1,8 @@
 """Peak: how much memory the processes of a run have needed, as the kernel counts it.
 
 The kernel keeps for each process the greatest resident set that it ever had, and that counts shared memory in full for
-everyone who maps it. So what others pay of it is told as well: the sum of `own_bytes` over all processes of a run is
-what the machine needed.
+everyone who maps it. So a run is looked at again and again with shared memory dealt out: what k processes map costs
+each of them a k-th, and what all have at one look adds up to what the machine holds at that moment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pathlib
 import re
 import sys
 import threading
-from collections.abc import Iterator
 
 LOOK_EVERY_S = 0.05
 
@@ -35,16 +34,12 @@ def peak_bytes() -> float:
 
 @dataclasses.dataclass(kw_only=True)
 class Footprint:
-    """`peak_bytes`: the greatest resident set. `shared_bytes`: most that it had of memory which others map too;
-    `others_bytes`: most of that which is theirs to pay, since what k processes map costs each of them a k-th."""
+    """`peak_bytes`: the greatest resident set ever, shared memory in full. `own_bytes`: the greatest at any look,
+    shared memory dealt out; `together_bytes`: this at the look at which all processes together had most."""
 
     peak_bytes: int = 0
-    shared_bytes: int = 0
-    others_bytes: int = 0
-
-    @property
-    def own_bytes(self) -> int:
-        return self.peak_bytes - self.others_bytes
+    own_bytes: int = 0
+    together_bytes: int = 0
 
 
 def can_watch() -> bool:
@@ -53,47 +48,62 @@ def can_watch() -> bool:
     return rollup.exists() and _number("Pss_Shmem", rollup.read_text()) is not None
 
 
-@contextlib.contextmanager
-def watching() -> Iterator[dict[Seat, Footprint]]:
-    """What the workers and servers that descend from this process need, looked at from outside until the block ends.
+class Watch:
+    """Looks from outside at the workers and servers that descend from this process, until it is stopped or the `with`
+    block ends; `seats` is complete then.
 
-    Of several processes with one seat, as a rank's own children are, the largest counts."""
-    found: dict[int, tuple[Seat, Footprint]] = {}
-    done = threading.Event()
+    Stop it before the first of them leaves, or the rest pay for what that one mapped. Of several processes with one
+    seat, as a rank's own children are, the largest counts."""
 
-    def watch() -> None:
-        while not done.wait(LOOK_EVERY_S):
-            for pid in _descendants(os.getpid()):
-                with contextlib.suppress(OSError):  # it has ended
-                    _look(pid, found)
+    def __init__(self) -> None:
+        self.seats: dict[Seat, Footprint] = {}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak", daemon=True)
 
-    watcher = threading.Thread(target=watch, name="peak", daemon=True)
-    watcher.start()
-    largest: dict[Seat, Footprint] = {}
-    try:
-        yield largest
-    finally:
-        done.set()
-        watcher.join()
-        for seat, footprint in sorted(found.values(), key=lambda one: one[1].peak_bytes):
-            largest[seat] = footprint
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        most = 0
+        while not self._done.wait(LOOK_EVERY_S):
+            now = _look(self.seats)
+            if sum(now.values()) > most:
+                most = sum(now.values())
+                for seat, footprint in self.seats.items():
+                    footprint.together_bytes = now.get(seat, 0)
 
 
-def _look(pid: int, found: dict[int, tuple[Seat, Footprint]]) -> None:
-    home = pathlib.Path(f"/proc/{pid}")
-    if pid not in found:
-        environ = dict(item.split("=", 1) for item in (home / "environ").read_text().split("\0") if "=" in item)
-        if "HORA_ROLE" not in environ:
-            return
-        found[pid] = ((environ["HORA_ROLE"], int(environ["HORA_RANK"])), Footprint())
-    footprint = found[pid][1]
-    status = (home / "status").read_text()
-    shared = _number("RssShmem", status) or 0
-    footprint.peak_bytes = max(footprint.peak_bytes, _number("VmHWM", status) or 0)
-    if shared:
-        paid = _number("Pss_Shmem", (home / "smaps_rollup").read_text()) or 0
-        footprint.shared_bytes = max(footprint.shared_bytes, shared)
-        footprint.others_bytes = max(footprint.others_bytes, shared - paid)
+def _look(seats: dict[Seat, Footprint]) -> dict[Seat, int]:
+    """What each has now, shared memory dealt out."""
+    now: dict[Seat, int] = {}
+    for pid in _descendants(os.getpid()):
+        home = pathlib.Path(f"/proc/{pid}")
+        with contextlib.suppress(OSError):  # it has ended
+            seat = _seat(home)
+            if seat is None:
+                continue
+            status = (home / "status").read_text()
+            own, peak = _number("VmRSS", status) or 0, _number("VmHWM", status) or 0
+            if shared := _number("RssShmem", status):
+                own -= shared - (_number("Pss_Shmem", (home / "smaps_rollup").read_text()) or 0)
+            now[seat] = max(now.get(seat, 0), own)
+            footprint = seats.setdefault(seat, Footprint())
+            footprint.peak_bytes = max(footprint.peak_bytes, peak)
+            footprint.own_bytes = max(footprint.own_bytes, own)
+    return now
+
+
+def _seat(home: pathlib.Path) -> Seat | None:
+    environ = dict(item.split("=", 1) for item in (home / "environ").read_text().split("\0") if "=" in item)
+    return (environ["HORA_ROLE"], int(environ["HORA_RANK"])) if "HORA_ROLE" in environ else None
 
 
 def _number(name: str, text: str) -> int | None:

@@ -12,180 +12,30 @@ the run, in copies of what rank 0 had read, so it costs no time on the clock. Si
 the accuracy at the end is the mean over the last fifth.
 
 The sweep is that of `hora bench staleness`: every gradient is late by exactly so many updates, at one learning rate.
+
+Three things were changed after first runs had been seen: the learning rates grew from seven to eight, since sync's best
+lay at the edge; the pauses were lengthened; and the accuracy at the end became the mean over the last fifth.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from .accuracy_runs import ASYNC, CORRECTIONS, EVERY, MOMENTA, SSP, STRATEGIES, SYNC, at, measure, standing
 from .claim import Claim, Row, Table, Verdict, spread
 from .figure import COLORS, dress, line
 
-SYNC, ASYNC, SSP, EVERY = "sync", "async", "ssp", "every"
-STRATEGIES = {
-    SYNC: "ps",
-    ASYNC: "ps:mode=async",
-    SSP: "ps:mode=ssp,staleness=2",
-    EVERY: "ps:mode=async,sync_every=8",
-}
 LABELS = {SYNC: "sync", ASYNC: "async", SSP: "ssp 2", EVERY: "every 8"}
 JUDGED = (ASYNC, SSP)
-MOMENTA = (0.0, 0.9)
-CORRECTIONS = ("none", "scale", "dc")
-RATES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # times 1 - momentum
-BATCH = 20
-TRAIN_SAMPLES = 1500
-PAUSE_S = (0.010, 0.030)
-LOOKS, DRAWN = 30, 20
-WINDOW = 0.2  # where a run stands is the mean over this share of what is behind it: single looks jump
-TUNING_SEED = 100  # from here on: those that choose the learning rate
+DRAWN = 20
 FASTER = 1.1
 LOWER = 0.005
 ERRORS = 2.0
 SHORT_OF = 0.02
-MANY_CORES = 10
-
-Curve = Sequence[Sequence[Any]]  # seconds, samples, accuracy by seed
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much is measured. `seeds` are those of one repeat; `lags` and `sweep_seeds` are of the sweep."""
-
-    workers: int
-    epochs: int
-    repeats: int
-    seeds: int
-    tuning_seeds: int
-    lags: tuple[int, ...]
-    sweep_seeds: int
-    sweep_epochs: int
-
-
-def size(quick: bool) -> Size:
-    from ..transport.base import num_cores
-
-    if quick:
-        return Size(workers=2, epochs=6, repeats=1, seeds=3, tuning_seeds=2, lags=(0, 7, 15), sweep_seeds=2,
-                    sweep_epochs=6)  # fmt: skip
-    workers = 8 if num_cores() >= MANY_CORES else 4
-    return Size(workers=workers, epochs=20, repeats=3, seeds=3, tuning_seeds=2, lags=(0, 3, 7, 15), sweep_seeds=3,
-                sweep_epochs=20)  # fmt: skip
-
-
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-
-def measure(quick: bool) -> list[Row]:
-    how = size(quick)
-    runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in STRATEGIES}
-    for repeat in range(how.repeats):
-        modes = list(STRATEGIES)
-        for mode in modes[repeat:] + modes[:repeat]:
-            _say(f"repeat {repeat + 1} of {how.repeats}: {STRATEGIES[mode]}, {how.workers} workers")
-            runs[mode].append(launch(mode, how.workers, plan(how, repeat)))
-    return [*rows_of(runs, how), *sweep(how)]
-
-
-def plan(how: Size, repeat: int) -> dict[str, Any]:
-    """What the workers are told (accuracy_rank.Plan). First the seeds that choose, then those that count."""
-    together = BATCH * how.workers
-    tuning = range(TUNING_SEED + repeat * how.tuning_seeds, TUNING_SEED + (repeat + 1) * how.tuning_seeds)
-    return {
-        "samples": TRAIN_SAMPLES * how.epochs // together * together,
-        "batch": BATCH,
-        "momenta": MOMENTA,
-        "rates": [[rate * (1 - momentum) for rate in RATES] for momentum in MOMENTA],
-        "seeds": [*tuning, *range(repeat * how.seeds, (repeat + 1) * how.seeds)],
-        "pause_s": PAUSE_S,
-        "repeat": repeat,
-        "looks": LOOKS,
-    }
-
-
-def launch(mode: str, workers: int, told: dict[str, Any]) -> dict[str, Any]:
-    from ..bench.launched import launched
-
-    worker = ("-m", "hora.claims.accuracy_rank")
-    found: dict[str, Any] = launched(
-        worker, json.dumps(told), size=workers, strategy=STRATEGIES[mode], options=("--servers", "1")
-    )
-    return found
-
-
-def rows_of(runs: dict[str, list[dict[str, Any]]], how: Size) -> list[Row]:
-    """One for each mode, momentum and repeat, at the learning rate that is best for that mode and momentum; beside it
-    how the same ended at the rate that is best for sync."""
-    rows: list[Row] = []
-    for number, momentum in enumerate(MOMENTA):
-        curves = {mode: [[(s, n, networks[number]) for s, n, networks in run["curve"]] for run in found]
-                  for mode, found in runs.items()}  # fmt: skip
-        ends = {mode: [standing(curve, curve[-1][1]) for curve in found] for mode, found in curves.items()}
-        tuning = {mode: _tuning(found, how) for mode, found in ends.items()}
-        best = {mode: max(range(len(RATES)), key=values.__getitem__) for mode, values in tuning.items()}
-        for mode, found in runs.items():
-            for repeat, run in enumerate(found):
-                its, untuned = (_counting(how, best[each]) for each in (mode, SYNC))
-                end = ends[mode][repeat]
-                rows.append({
-                    "kind": "run", "mode": mode, "momentum": momentum, "repeat": repeat, "workers": how.workers,
-                    "seeds": plan(how, repeat)["seeds"][how.tuning_seeds :],
-                    "rate": RATES[best[mode]] * (1 - momentum), "tuning": tuning[mode],
-                    "seconds": run["seconds"], "samples": run["samples"], "lag": mean_lag(run["lags"]),
-                    "curve": [(s, n, networks[its]) for s, n, networks in curves[mode][repeat]], "ends": end[its],
-                    "untuned_rate": RATES[best[SYNC]] * (1 - momentum), "untuned": end[untuned],
-                })  # fmt: skip
-    return rows
-
-
-def _tuning(ends: Sequence[Sequence[float]], how: Size) -> list[float]:
-    """By learning rate, where the seeds that choose it ended: the mean over these and the repeats."""
-    each = how.tuning_seeds + how.seeds
-    return [
-        statistics.mean(end[at * each + seed] for end in ends for seed in range(how.tuning_seeds))
-        for at in range(len(RATES))
-    ]
-
-
-def _counting(how: Size, at: int) -> slice:
-    """Of all networks of a momentum those of one learning rate and of the seeds that count."""
-    each = how.tuning_seeds + how.seeds
-    return slice(at * each + how.tuning_seeds, (at + 1) * each)
-
-
-def mean_lag(lags: dict[str, int]) -> float:
-    return sum(int(lag) * count for lag, count in lags.items()) / max(1, sum(lags.values()))
-
-
-def sweep(how: Size) -> list[Row]:
-    """Without lag there is nothing to correct: those are trained once."""
-    import torch
-
-    from ..bench.staleness import LEARNING_RATES, train
-
-    torch.set_num_threads(1)  # as everywhere here; the matrices are small
-    rows = []
-    for momentum in MOMENTA:
-        fresh: list[float] = []
-        for lag, correct in itertools.product(how.lags, CORRECTIONS):
-            if lag or not fresh:
-                _say(f"sweep: momentum {momentum:g}, correct={correct}, lag {lag}")
-                found = [train(momentum, correct, lag, seed, how.sweep_epochs) for seed in range(how.sweep_seeds)]
-                fresh = fresh or found
-            rows.append({"kind": "sweep", "momentum": momentum, "correct": correct, "lag": lag,
-                         "rate": LEARNING_RATES[momentum], "accuracies": found if lag else fresh})  # fmt: skip
-    return rows
-
-
-def _say(text: str) -> None:
-    print(f"   {text}", file=sys.stderr, flush=True)
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------
@@ -225,19 +75,6 @@ def against_sync(rows: Sequence[Row], mode: str, momentum: float) -> Against:
     return Against(mode=mode, momentum=momentum, faster=faster, differences=differences, in_time=in_time)
 
 
-def at(curve: Curve, place: float, axis: int) -> list[float]:
-    """What was seen last by that time (axis 0) or number of samples (1); the first thing seen, if that is later."""
-    seen = [point for point in curve if point[axis] <= place]
-    found: list[float] = (seen[-1] if seen else curve[0])[2]
-    return found
-
-
-def standing(curve: Curve, place: float, axis: int = 1) -> list[float]:
-    """By seed, the mean over the last fifth before that time (axis 0) or number of samples (1)."""
-    seen = [point[2] for point in curve if (1 - WINDOW) * place <= point[axis] <= place] or [at(curve, place, axis)]
-    return [statistics.mean(values) for values in zip(*seen, strict=True)]
-
-
 def _differences(these: Iterable[float], those: Iterable[float]) -> list[float]:
     return [a - b for a, b in zip(these, those, strict=True)]
 
@@ -250,6 +87,12 @@ def _per_s(row: Row) -> float:
     return float(row["samples"] / row["seconds"])
 
 
+def swept(rows: Sequence[Row], momentum: float, correct: str) -> dict[int, list[float]]:
+    """The accuracies of the sweep, by lag."""
+    return {row["lag"]: row["accuracies"] for row in rows
+            if row["kind"] == "sweep" and (row["momentum"], row["correct"]) == (momentum, correct)}  # fmt: skip
+
+
 def _ends(rows: Sequence[Row]) -> list[float]:
     """The accuracies in the end, of all repeats and seeds."""
     return [accuracy for row in rows for accuracy in row["ends"]]
@@ -257,9 +100,7 @@ def _ends(rows: Sequence[Row]) -> list[float]:
 
 def falls_from(rows: Sequence[Row], momentum: float, correct: str = "none") -> int | None:
     """The lag from which on accuracy is lower than without, in the sweep; None if it never is."""
-    those = {row["lag"]: row["accuracies"] for row in rows
-             if row["kind"] == "sweep" and (row["momentum"], row["correct"]) == (momentum, correct)}  # fmt: skip
-    found = None
+    those, found = swept(rows, momentum, correct), None
     for lag in sorted(those, reverse=True):
         if not is_lower(_differences(those[lag], those[0])):
             break
@@ -315,7 +156,18 @@ def _sweep_text(rows: Sequence[Row]) -> str:
         lags = {correct: falls_from(rows, momentum, correct) for correct in CORRECTIONS}
         words = [f"{_from(lag)}{'' if correct == 'none' else f' (correct={correct})'}" for correct, lag in lags.items()]
         parts.append(f"with momentum {momentum:g} {', '.join(words)}")
-    return f"In the sweep accuracy is lost {'; '.join(parts)}"
+    return f"In the sweep accuracy is lost {'; '.join(parts)}. {_won_back(rows)}"
+
+
+def _won_back(rows: Sequence[Row]) -> str:
+    """How accurate each correction was at the greatest lag of the sweep."""
+    parts = []
+    for momentum in MOMENTA:
+        those = {correct: swept(rows, momentum, correct) for correct in CORRECTIONS}
+        lag = max(those[CORRECTIONS[0]])
+        words = [f"{correct} {100 * statistics.mean(found[lag]):.1f} %" for correct, found in those.items()]
+        parts.append(f"at lag {lag} with momentum {momentum:g}: {', '.join(words)}")
+    return f"Corrections, {'; '.join(parts)}; all at one rate"
 
 
 def _from(lag: int | None) -> str:
@@ -331,15 +183,16 @@ def table(rows: Sequence[Row]) -> Table:
         goal = statistics.mean(_ends(_runs(rows, SYNC, momentum))) - SHORT_OF
         for mode, label in LABELS.items():
             mine = _runs(rows, mode, momentum)
-            other, ends = against_sync(rows, mode, momentum), [100 * end for end in _ends(mine)]
+            other = against_sync(rows, mode, momentum)
             lines.append([
                 label, f"{momentum:g}", f"{mine[0]['rate']:g}", f"{statistics.mean(row['lag'] for row in mine):.1f}",
                 spread([_per_s(row) for row in mine], ",.0f"),
-                f"{statistics.mean(ends):.1f} ({min(ends):.1f} to {max(ends):.1f})",
+                _mean(_ends(mine)),
                 *([_points(other.differences), _points(other.in_time)] if mode != SYNC else ["", ""]),
                 _reached(mine, goal),
                 f"{100 * statistics.mean(a for row in mine for a in row['untuned']):.1f}" if mode != SYNC else "",
             ])  # fmt: skip
+    lines += _sweep_lines(rows)
     first = rows[0]
     seeds = sum(len(row["seeds"]) for row in _runs(rows, SYNC, MOMENTA[0]))
     repeats = len(_runs(rows, SYNC, MOMENTA[0]))
@@ -350,9 +203,30 @@ def table(rows: Sequence[Row]) -> Table:
         lines=lines,
         note=f"{first['workers']} workers, {first['samples']:,} samples; {seeds} seeds in {repeats} run"
         f"{'s' if repeats > 1 else ''}, the sweep with {sweep_seeds}. ssp 2 is staleness=2, every 8 is async with "
-        f"sync_every=8. Mean (least to most) of accuracy, differences "
-        f"seed by seed ± standard error, median (least to most) of the rest. {_edges(rows)}",
+        f"sync_every=8; late is the sweep, every gradient by that lag, compared with lag 0. Mean (least to most) of "
+        f"accuracy, differences seed by seed ± standard error, median (least to most) of the rest. {_edges(rows)}",
     )  # fmt: skip
+
+
+def _sweep_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """Without lag all corrections are one."""
+    lines = []
+    late = [row for row in rows if row["kind"] == "sweep"]
+    for row in sorted(late, key=lambda row: (row["momentum"], row["lag"], CORRECTIONS.index(row["correct"]))):
+        if row["lag"] or row["correct"] == CORRECTIONS[0]:
+            fresh = swept(rows, row["momentum"], row["correct"])[0]
+            lines.append([
+                f"late, {row['correct']}" if row["lag"] else "late", f"{row['momentum']:g}", f"{row['rate']:g}",
+                str(row["lag"]), "", _mean(row["accuracies"]),
+                _points(_differences(row["accuracies"], fresh)) if row["lag"] else "", "", "", "",
+            ])  # fmt: skip
+    return lines
+
+
+def _mean(accuracies: Sequence[float]) -> str:
+    """In per cent, with the least and the most."""
+    found = [100 * accuracy for accuracy in accuracies]
+    return f"{statistics.mean(found):.1f} ({min(found):.1f} to {max(found):.1f})"
 
 
 def _reached(mine: Sequence[Row], goal: float) -> str:
@@ -388,9 +262,8 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
         by_samples.legend(fontsize=8, loc="lower right")
         dress(by_time, f"Over time, {where}", "seconds", "test accuracy, %", legend=False)
         for correct in CORRECTIONS:
-            those = [row for row in rows if row["kind"] == "sweep"
-                     and (row["momentum"], row["correct"]) == (momentum, correct)]  # fmt: skip
-            line(by_lag, {row["lag"]: [100 * a for a in row["accuracies"]] for row in those}, f"correct={correct}")
+            points = swept(rows, momentum, correct).items()
+            line(by_lag, {float(lag): [100 * a for a in found] for lag, found in points}, f"correct={correct}")
         rate = next(row["rate"] for row in rows if row["kind"] == "sweep" and row["momentum"] == momentum)
         dress(by_lag, f"Every gradient late by so much, {where}, lr {rate:g}", "lag (updates)", "test accuracy, %",
               legend=False)  # fmt: skip

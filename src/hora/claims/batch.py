@@ -13,7 +13,8 @@ side, from the same beginnings, on the same samples:
     warm-up  hora.scale_lr: from × 1 to × k within the first tenth of the epochs: the rule as it is taught
     root     × √k, with the same warm-up
 
-The rate of batch × 1 is the best of a grid, on the mean of seeds that are used nowhere else; at × 1 all four are one.
+The rate of batch × 1 is the best of a grid, on the mean of seeds that are used nowhere else, and of equals the
+smallest, which the table's note says where it was so; at × 1 all four are one.
 The grid was moved down once, since its smallest rate had come out best; no batch beyond × 1 had been measured then at
 the full length.
 """
@@ -82,7 +83,7 @@ def measure(quick: bool) -> list[Row]:
         {"kind": "grid", "lr": lr, "seeds": list(grid_seeds), "accuracies": each["accuracies"]}
         for lr, each in zip(grid, found["rates"], strict=True)
     ]
-    best = max(tried, key=lambda row: statistics.mean(row["accuracies"]))["lr"]  # of equals the smallest
+    best = min(best_rates(tried))
     rows: list[Row] = [*tried]
     for factor in factors:
         print(f"batch × {factor}, learning rate {best:g}", file=sys.stderr, flush=True)
@@ -100,6 +101,12 @@ def measure(quick: bool) -> list[Row]:
 
 
 # -- what the rows say -------------------------------------------------------------------------------------------------
+
+
+def best_rates(rows: Sequence[Row]) -> list[float]:
+    """Those of the grid with the greatest mean accuracy; several if they are equal but for rounding."""
+    means = {row["lr"]: statistics.mean(row["accuracies"]) for row in rows if row["kind"] == "grid"}
+    return [lr for lr, mean in means.items() if math.isclose(mean, max(means.values()))]
 
 
 def runs_of(rows: Sequence[Row], arm: str) -> dict[int, Row]:
@@ -160,11 +167,17 @@ def table(rows: Sequence[Row]) -> Table:
     note = (
         f"test accuracy in %: median (least to greatest) of {len(first['seeds'])} seeds after {first['epochs']} epochs "
         f"over 1,500 digits, SGD with momentum 0.9; learning rate {first['peak_lr']:g}, the best of "
-        f"{', '.join(format(row['lr'], 'g') for row in tried)} at × 1 on {len(tried[0]['seeds'])} other seeds. The "
-        "verdict compares means"
+        f"{', '.join(format(row['lr'], 'g') for row in tried)} at × 1 on {len(tried[0]['seeds'])} other seeds"
+        f"{_tie(rows)}. The verdict compares means"
     )
     headings = ["batch", "samples", "workers", "steps (of warm-up)", *(TITLES[arm] for arm in ARMS)]
     return Table(headings=headings, lines=lines, note=note)
+
+
+def _tie(rows: Sequence[Row]) -> str:
+    """Which learning rates did equally well, if there were several."""
+    best = [format(lr, "g") for lr in best_rates(rows)]
+    return "" if len(best) == 1 else f", where {', '.join(best[:-1])} and {best[-1]} tied and the smallest was taken"
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:

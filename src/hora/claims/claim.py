@@ -4,8 +4,8 @@
                   └────▶ table, draw
 
 Only `measure` runs anything. What it returns are plain rows, kept as a record (record.py); verdict, table and figure
-are functions of the rows alone, so that anybody can judge and draw again what was measured elsewhere. `rule` was
-written down before the first measurement and is what `judge` computes: the verdict is never chosen by hand.
+are functions of the rows alone, so that anybody can judge and draw again what was measured elsewhere. `rule` is fixed
+before the measurement that is shown and is what `judge` computes: the verdict is never chosen by hand.
 
 Modules of claims load neither torch nor matplotlib when they are imported: `hora claims --list` reads them all.
 """

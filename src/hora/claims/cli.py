@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -68,8 +69,10 @@ def claims(
             return codes.OK
         if not (names or quick or everything or redraw or page_path):
             raise click.UsageError("name a claim, e.g. hora claims overlap --quick; hora claims --list names them all")
-        if everything and names:
-            raise click.UsageError("--all and names contradict each other; give one of them")
+        if everything and (names or quick or redraw):
+            raise click.UsageError("--all is all claims in full: leave names, --quick and --redraw out")
+        if page_path and quick:
+            raise click.UsageError("--page shows full records only; leave --quick out")
         for name in names:
             catalogue.find(name)
         into, failed = pathlib.Path(folder), False
@@ -106,7 +109,7 @@ def _measure(names: Sequence[str], into: pathlib.Path, quick: bool) -> bool:
     from . import catalogue, record
 
     into.mkdir(parents=True, exist_ok=True)
-    failed = False
+    commit, failed = record.commit(), False
     for name in names:
         claim = catalogue.find(name)
         print(f"{claim.number}. {name}: {claim.says}", file=sys.stderr)
@@ -118,12 +121,14 @@ def _measure(names: Sequence[str], into: pathlib.Path, quick: bool) -> bool:
                 raise RuntimeError(obstacle)
             with ending_on_signals():
                 rows = claim.measure(quick)
-        except RuntimeError as error:
+        except Exception as error:
+            if not isinstance(error, RuntimeError):  # a defect of the claim, not of what it measures
+                traceback.print_exc()
             print(f"hora claims: {name} could not be measured: {error}", file=sys.stderr, flush=True)
             failed = True
             continue
         command = f"hora claims {name}{' --quick' if quick else ''}"
-        found = record.measured(name, command, rows, time.monotonic() - begin, quick)
+        found = record.measured(name, command, rows, time.monotonic() - begin, commit=commit, quick=quick)
         print(f"written: {found.write(into)}", file=sys.stderr)
         _show(claim, found, into)
     return failed

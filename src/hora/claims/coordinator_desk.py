@@ -89,8 +89,13 @@ class Desk:
         self._crew.start()
         return self.count().since(Count(0, {}))
 
-    def ask(self, steps: int) -> Answer:
-        """All workers take so many steps. What passed, bytes of tensors and seconds: those of the slowest."""
+    def ask(self, steps: int, lead: int) -> Answer:
+        """All workers take so many steps, `lead` others just before. What passed in the steps, from the end of the lead
+        until the last one was over; bytes of tensors, and seconds: those of the slowest.
+
+        Idle workers report nothing. After a lead of a report's interval the first report of the turn tells as many
+        steps as any other, and so makes up for those that the turn's end leaves to a later one."""
+        self._crew.ask({"steps": lead}, TURN_S)
         before = self.count()
         told = [answer for answer in self._crew.ask({"steps": steps}, TURN_S) if answer]
         return self.count().since(before) | {
@@ -111,7 +116,8 @@ class Desk:
 
     def count(self) -> Count:
         counted = self._counting
-        by_kind = {kind: (number, counted.bytes[kind]) for kind, number in counted.messages.items()}
+        messages = dict(counted.messages)  # a copy: the service goes on counting in a thread of its own
+        by_kind = {kind: (number, counted.bytes[kind]) for kind, number in messages.items()}
         return Count(self._service.bytes_in + self._service.bytes_out, by_kind)
 
     def _commands(self, folder: pathlib.Path, token: bytes) -> list[list[str]]:

@@ -3,8 +3,9 @@
 One training script (dataset, model, optimizer, scheduler, loop, test set, output, checkpoint; with or without a GPU) is
 written plainly and again in each style, as the style's own documentation advises, in scripts/. In all of them samples
 are divided over the workers and differently in every epoch, so is the test set, whose counts are summed, one worker
-prints, and the checkpoint is written once. TensorFlow's style is counted against a plain script of its own, for
-changing the framework would change everything.
+prints, and the checkpoint is written once; except in TensorFlow's, whose workers each read all samples and whose chief
+alone tests. TensorFlow's style is counted against a plain script of its own, for changing the framework would change
+everything.
 
 Lines are counted by difflib, without blank lines, comments and the text at a script's head; all scripts are formatted
 by the same tool. A line that is new, gone or different is one changed line, an indented one too. How a script is
@@ -44,6 +45,7 @@ ACCURACY = re.compile(r"test accuracy ([\d.]+)%")
 COMMAND = re.compile(r"^\w\$ (.+)$", re.MULTILINE)
 LIMIT_S = 120.0
 LEAVE_S = 10.0
+TAIL = 2000  # characters of output in a complaint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ def count(style: Style) -> Row:
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> float:
-    """The last test accuracy that it prints, in per cent. RuntimeError if it fails."""
+    """The last test accuracy that it prints, in per cent. RuntimeError if it fails or takes too long."""
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -117,16 +119,26 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> float:
     ) as process:
         try:
             said, _ = process.communicate(timeout=LIMIT_S)
-        except BaseException:  # a launcher ends its ranks, which takes it a moment
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LEAVE_S)
-            process.kill()
+        except subprocess.TimeoutExpired:
+            said = _end(process)
+            raise RuntimeError(f"{' '.join(command)} has not ended after {LIMIT_S:g} s:\n{said[-TAIL:]}") from None
+        except BaseException:
+            _end(process)
             raise
     found = ACCURACY.findall(said)
     if process.returncode or not found:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}:\n{said[-2000:]}")
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}:\n{said[-TAIL:]}")
     return float(found[-1])
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """What it said until now. A launcher ends its ranks, which takes it a moment."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=LEAVE_S)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return ""
 
 
 def script_of(name: str, folder: str, epochs: int = EPOCHS) -> list[str]:
@@ -162,15 +174,19 @@ def run_tensorflow(python: str, folder: str) -> float:
         return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})}
 
     servers: list[subprocess.Popen[bytes]] = []
+    said = [pathlib.Path(folder) / f"{name}.log" for name in ("ps-0", "worker-0", "worker-1")]
     try:
-        for role, index in (("ps", 0), ("worker", 0), ("worker", 1)):
-            env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **told(role, index)}
-            servers.append(
-                subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env
+        for path in said:
+            role, _, index = path.stem.partition("-")
+            env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **told(role, int(index))}
+            with path.open("wb") as log:
+                servers.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, env=env)
                 )
-            )
         return run(command, told("chief", 0))
+    except RuntimeError as error:
+        tails = "".join(f"\n{path.stem}:\n{path.read_text(errors='replace')[-TAIL:]}" for path in said)
+        raise RuntimeError(f"{error}{tails}") from None
     finally:
         for server in servers:
             server.kill()

@@ -12,11 +12,14 @@ and fro: every 4 steps the loss on held-out data is taken, and the oscillation i
 middle between its two neighbours, |L(t) - (L(t-4) + L(t+4)) / 2|, so that a steady fall counts nothing. Of Local SGD it
 is asked of the mean of all workers' models at each of these steps, and of one worker's own model.
 
-Runs are deterministic up to rounding: seeds, not repeats, show how far to trust them. Bytes are exact.
+Runs are deterministic up to rounding: seeds, not repeats, show how far to trust them. Where the edge of the band lies
+within two standard errors of the differences to the ring, seed by seed, the verdict says that the H which decides is
+within the seeds' scatter; of one seed it says that it is one. Bytes are exact.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -34,6 +37,7 @@ SEEDS = {"digits": 3, "gpt": 1}
 QUICK_STEPS = 128
 BAND = {"digits": 1.0, "gpt": 3.0}  # points of accuracy, per cent of the loss
 UNITS = {"digits": "points of accuracy", "gpt": "% of the loss"}
+ERRORS = 2.0
 ALIKE = 0.2  # oscillations that differ by less are alike
 EXACT = 0.01
 
@@ -94,6 +98,16 @@ def worse(row: Row, ring: Row) -> float:
     return there - here if row["task"] == "digits" else 100 * (here / there - 1)
 
 
+def is_scattered(row: Row, ring: Row) -> bool:
+    """Whether other seeds might put it on the other side of the band's edge. Of one seed nothing is known."""
+    pairs = list(zip(values(row), values(ring), strict=True))
+    differences = [there - here if row["task"] == "digits" else 100 * (here / there - 1) for here, there in pairs]
+    if len(differences) == 1:
+        return False
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return abs(worse(row, ring) - BAND[row["task"]]) < ERRORS * error
+
+
 def share(row: Row, ring: Row) -> float:
     """Bytes sent per worker, of the ring's."""
     return float(row["sent_bytes"] / ring["sent_bytes"])
@@ -134,22 +148,38 @@ def judge(rows: Sequence[Row]) -> Verdict:
         return Verdict(word="fails", text=f"bytes do not fall as 1/H: {found} of the ring's; {told}")
     most = min(reach.values())
     least = share(row := max(locals_, key=interval), ring_of(rows, row))
+    reaches = "; ".join(f"{task} {reach[task]}{_doubt(rows, task)}" for task in tasks)
     sent = f"bytes fall as 1/H exactly, to {least:.1%} of the ring's at H = {interval(row)}; {told}"
     if most >= max(INTERVALS):
-        return Verdict(word="holds", text=sent)
+        return Verdict(word="holds", text=f"the same quality up to H = {most} ({reaches}): {sent}")
     if most <= 1:
-        return Verdict(word="fails", text=sent)
-    return Verdict(word="only if", text=f"H ≤ {most} ({', '.join(f'{task} {reach[task]}' for task in tasks)}): {sent}")
+        return Verdict(word="fails", text=f"the same quality at most up to H = {most} ({reaches}): {sent}")
+    return Verdict(word="only if", text=f"H ≤ {most} ({reaches}): {sent}")
 
 
 def _reach(rows: Sequence[Row], task: str) -> int:
     """The greatest H up to which all are of the same quality; 0 if the first is not."""
-    found = 0
+    same = [interval(row) for row in _deciding(rows, task) if is_same(row, ring_of(rows, row))]
+    return max(same, default=0)
+
+
+def _deciding(rows: Sequence[Row], task: str) -> list[Row]:
+    """Those of Local SGD in the order of H, up to the first that is not of the same quality."""
+    found = []
     for row in sorted((row for row in rows if row["task"] == task and is_local(row)), key=interval):
+        found.append(row)
         if not is_same(row, ring_of(rows, row)):
             break
-        found = interval(row)
     return found
+
+
+def _doubt(rows: Sequence[Row], task: str) -> str:
+    """How far the reach is to be trusted."""
+    those = _deciding(rows, task)
+    if len(values(those[0])) == 1:
+        return ", one seed"
+    scattered = [str(interval(row)) for row in those if is_scattered(row, ring_of(rows, row))]
+    return f", within the seeds' scatter at H = {', '.join(scattered)}" if scattered else ""
 
 
 def _quality_text(rows: Sequence[Row], task: str) -> str:
@@ -279,8 +309,9 @@ CLAIM = Claim(
         "The same quality: after the same samples the mean of the seeds is worse than the ring's by at most 1 point of "
         "test accuracy (digits) or 3 % of the validation loss (GPT). Holds if on every task all H up to 64 are of the "
         "same quality and send an H-th of the ring's bytes, to 1 %. Only if H ≤ the greatest up to which that is so on "
-        "every task. Fails if that is 1 or none, or if bytes do not fall as 1/H. Told, not judged: whether the "
-        "averaged model oscillates less or more than the ring's, by a fifth at least, and what DiLoCo does."
+        "every task. Fails if that is 1 or none, or if bytes do not fall as 1/H. Told, not judged: where the edge of "
+        "that band lies within two standard errors of the seeds, whether the averaged model oscillates less or more "
+        "than the ring's, by a fifth at least, and what DiLoCo does."
     ),
     needs="two cores",
     minutes=(1, 6),

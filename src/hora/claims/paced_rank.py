@@ -18,8 +18,8 @@ seconds of each timed step, those of them that it waited for communication, the 
 share of the machine's cores that were busy meanwhile, with whatever: near 1 the cores were waited for, and not the
 links. Rank 0 adds how many updates each server has applied.
 
-With `jitter` j each step takes (1 − j) to (1 + j) times `compute_s`, and the workers begin spread over one step: where
-they do not wait for each other, they must not begin as one.
+With `jitter` j each step takes (1 − j) to (1 + j) times `compute_s`, drawn anew for each meeting and rank, and the
+workers begin spread over one step: where they do not wait for each other, they must not begin as one.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Answer = dict[str, Any]
 
 
 class Pace:
-    """How long the step under way takes."""
+    """How long the step under way takes. The same `seed` draws the same steps."""
 
-    def __init__(self, compute_s: float, jitter: float, rank: int) -> None:
-        self._compute_s, self._jitter, self._random = compute_s, jitter, random.Random(rank)
+    def __init__(self, compute_s: float, jitter: float, seed: str) -> None:
+        self._compute_s, self._jitter, self._random = compute_s, jitter, random.Random(seed)
         self.draw()
 
     def draw(self) -> None:
@@ -92,7 +92,7 @@ class Paced(torch.nn.Module):
 def take_part(request: Request, rank: int, answers: multiprocessing.connection.Connection) -> None:
     """One run, as the process of one worker or server."""
     torch.set_num_threads(1)
-    pace = Pace(request["compute_s"], request["jitter"], rank)
+    pace = Pace(request["compute_s"], request["jitter"], f"meeting {request['meeting']}, rank {rank}")
     model = Paced(request["params"], pace)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     if request["how"] == "alone":

@@ -47,7 +47,9 @@ class Record:
         return path
 
 
-def measured(claim: str, command: str, rows: Sequence[Row], seconds: float, quick: bool) -> Record:
+def measured(
+    claim: str, command: str, rows: Sequence[Row], seconds: float, *, commit: str = UNKNOWN, quick: bool = False
+) -> Record:
     """The record of what was measured just now, on this machine."""
     from ..bench.table import machine_text
     from ..transport.base import num_cores
@@ -58,7 +60,7 @@ def measured(claim: str, command: str, rows: Sequence[Row], seconds: float, quic
         date=datetime.date.today().isoformat(),
         machine=machine_text(),
         cores=num_cores(),
-        commit=_commit(),
+        commit=commit,
         seconds=seconds,
         quick=quick,
         rows=rows,
@@ -78,7 +80,7 @@ def read_all(folder: pathlib.Path) -> list[Record]:
     return [read(path) for path in sorted(folder.glob("*.jsonl"))]
 
 
-def _commit() -> str:
+def commit() -> str:
     """Of the tree that Hora is imported from, if it is one."""
     home = pathlib.Path(__file__).parent
     try:
@@ -86,6 +88,6 @@ def _commit() -> str:
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
             cwd=home, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-    except OSError:
+    except (OSError, subprocess.SubprocessError):
         return UNKNOWN
     return described.stdout.strip() or UNKNOWN

@@ -58,13 +58,12 @@ def measured(model: str, workers: int, names: Sequence[str], cores: int, steps: 
     """A row for each of `names`, with its speed and that of the one worker in each round."""
     from ..bench import train
     from ..bench.train_conductor import Contestant
-    from ..memory import THRESHOLD_BYTES
+    from ..memory import ENV
 
-    env = (("MALLOC_MMAP_THRESHOLD_", f"{THRESHOLD_BYTES}"), ("MALLOC_TRIM_THRESHOLD_", f"{2 * THRESHOLD_BYTES - 1}"))
     there = train.contestants(workers)
     known = {SILENT: SILENT, "ps": "ps/colocated", "ddp": "ddp/gloo"}
-    those = [Contestant(name=ALONE, ranks=1, env=env)]
-    those += [dataclasses.replace(there[known.get(name, name)], name=name, env=env) for name in names]
+    those = [Contestant(name=ALONE, ranks=1, env=ENV)]
+    those += [dataclasses.replace(there[known.get(name, name)], name=name, env=ENV) for name in names]
     print(f"{model}, {workers} workers", file=sys.stderr, flush=True)
     turns, batch_size, failures = train.take(those, model, steps, rounds, warm_up=1)
     if failures:
@@ -180,8 +179,9 @@ def table(rows: Sequence[Row]) -> Table:
     lines = []
     for row in rows:
         exposed = "" if row["exposed_s"] is None else f"{1e3 * row['exposed_s']:.0f}"
+        form = ",.0f" if min(row["speeds"]) >= 100 else ".1f"
         lines.append([
-            f"{row['model']}, {row['workers']} workers, {LABELS[row['name']]}", spread(row["speeds"], ".3g"),
+            f"{row['model']}, {row['workers']} workers, {LABELS[row['name']]}", spread(row["speeds"], form),
             spread(speedups(row), ".2f"), f"{share(row):.0%}", exposed,
         ])  # fmt: skip
     rounds = {row["model"]: f"{row['model']}: {row['rounds']} rounds of {row['steps']}" for row in rows}

@@ -45,7 +45,7 @@ def lines(workers: int) -> list[str]:
         *_part("B. Asynchronous: the server waits for nobody", _ASYNC, apart),
         *wrap(f"After {ticks} ticks: {_count(apart)}, {_updates(apart)}, w = {number(apart[-1].w)}: as many gradients "
               f"as in A, more updates, and {_nearer(apart, together)}. All workers are equally fast, and still every "
-              f"gradient but the first comes {_late_by(workers - 1)}: so many others push in between."), "",
+              f"gradient but each worker's first comes {_late_by(workers - 1)}: so many others push in between."), "",
         *_part("C. A slow worker", _SLOW.format(slow=workers - 1, ticks=slow), late),
         *_undoing(late, workers - 1), "",
         *wrap(f"Synchronous, these workers would have got through {_count(waited)} in these {late[-1].time} ticks, "

@@ -21,6 +21,7 @@ import torch
 
 from .. import interface
 from ..coordinator import Control
+from ..errors import Mismatch
 from .base import SLICE_S, Circle
 from .engine import Crew, meet_in_store, name_interface
 
@@ -30,7 +31,9 @@ Agree = Callable[[str, str], list[str]]
 
 
 class TorchGroup:
-    """Opening it is collective. `agree(key, word)` gives every rank's word to all; `check` raises if a rank is lost."""
+    """Opening it is collective. `agree(key, word)` gives every rank's word to all; `check` raises if a rank is lost.
+
+    `attempt` counts how often all have tried: what was said in an earlier one, which failed, is not heard in this."""
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class TorchGroup:
         device: torch.device,
         agree: Agree,
         check: Callable[[], None],
+        attempt: int = 0,
     ) -> None:
         import torch.distributed as dist
 
@@ -50,7 +54,8 @@ class TorchGroup:
                 "torch.distributed.init_process_group"
             )
         self.backend = backend
-        key = f"{circle.name}/torch"
+        key = f"{circle.name}/torch{attempt}"
+        _compare(agree(f"{key}/backend", backend or ""))
         chosen = backend or _fitting(agree(f"{key}/gpu", _gpu(device)))
         if circle.rank == 0 and circle.size > 1:
             log.warning("torch's own links (%s) are not authenticated: keep them inside a trusted network", chosen)
@@ -84,6 +89,17 @@ class TorchGroup:
         if dist.group.WORLD is self.group:
             with contextlib.suppress(Exception):  # whoever was lost is known already
                 dist.destroy_process_group()
+
+
+def _compare(named: list[str]) -> None:
+    """Mismatch, the same on every rank, if two have named different backends, or one none: they would never meet."""
+    for rank, name in enumerate(named):
+        if name != named[0]:
+            here, there = (f"({word!r})" if word else "()" for word in (named[0], name))
+            raise Mismatch(
+                f"rank 0 called job.process_group{here} and rank {rank} job.process_group{there}: all must name the "
+                "same backend, or none"
+            )
 
 
 def _gpu(device: torch.device) -> str:
