@@ -219,7 +219,7 @@ def _draw_samples(axis: Any, rows: Sequence[Row]) -> None:
         seconds = statistics.median(row["seconds"])
         took = f"{seconds:.1f} s, {seconds / row['ideal_s']:.0%}"
         names.append("\n".join([row["way"].replace(",", ",\n"), row["data"], took]))
-    axis.set_xticks(range(len(rows)), names, fontsize=7.5)
+    axis.set_xticks(range(len(rows)), names, fontsize=6.5)
     axis.set_ylim(0, most * 1.35)
 
 
