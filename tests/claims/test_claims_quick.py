@@ -33,7 +33,7 @@ def test_master_adds_and_its_link_carries_what_the_schedules_say(tmp_path: pathl
     if problem:
         pytest.skip(f"no network namespaces here: {problem}")
     found = {(row["name"], row["hosts"]): row for row in quick("master", tmp_path)}
-    assert set(found) == {(name, hosts) for name in ("star", "ring") for hosts in (2, 4)}
+    assert set(found) == {(name, hosts) for name in ("star", "ring") for hosts in (2, 4, 8)}
     for (name, hosts), row in found.items():
         additions, sent = (hosts - 1, hosts - 1) if name == "star" else ((hosts - 1) / hosts, 2 * (hosts - 1) / hosts)
         assert row["additions"] == additions

@@ -15,8 +15,8 @@ HEAD = """# Claims
 What textbooks and blogs repeat about distributed training, put to the test under every architecture. Each command can
 be run again: `hora claims --list` names them, `--quick` takes minutes on two cores. The rules were fixed before the
 measurements shown here; a verdict is computed from the measured rows by its rule, and this page is written from the
-records by `{command}`, never by hand. What a verdict says of two cores and slept compute need not hold on your machine:
-run it there.
+records by `{command}`, never by hand. What a verdict
+says of two cores and slept compute need not hold on your machine: run it there.
 """
 
 
