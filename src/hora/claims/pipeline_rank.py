@@ -123,7 +123,7 @@ class Way:
             self.optimizer.zero_grad()
 
     def step(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # each way says how
 
 
 class Pipeline(Way):
