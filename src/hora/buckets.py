@@ -61,6 +61,14 @@ class Bucket:
         return sorted({segment.index for segment in self.segments})
 
     @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """What belongs to no gradient: where an owner's segments are shorter than the stretch."""
+        ends = [owner * self.stride for owner in range(self.num_owners)]
+        for segment in self.segments:
+            ends[segment.owner] += segment.stop - segment.start
+        return [(end, (owner + 1) * self.stride) for owner, end in enumerate(ends) if end < (owner + 1) * self.stride]
+
+    @property
     def contiguous(self) -> bool:
         """Whether it is one stretch of one gradient, which can then travel without being copied together."""
         return len(self.segments) == 1

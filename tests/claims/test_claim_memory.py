@@ -92,7 +92,7 @@ def test_one_setup_that_does_not_save_is_enough() -> None:
     [
         ("one process", 1, {"worker": 16}),
         (RING, 4, {"worker": 16}),
-        ("ring:update=sharded", 4, {"worker": 10}),
+        ("ring:update=sharded", 4, {"worker": 7}),
         ("ps, 2 servers", 4, {"worker": 8, "server": 8}),
         (LOCAL, 4, {"worker": 20}),
         ("diloco:every=4", 4, {"worker": 28}),

@@ -59,6 +59,18 @@ def test_reduce_scatter_deals_rows_that_differ_by_at_most_one(size: int) -> None
     assert torch.equal(whole, size * torch.arange(10.0).view(10, 1).expand(10, 3) + sum(range(size)))
 
 
+def test_reduce_scatter_into_the_tensor_itself_makes_no_copy(transport: str) -> None:
+    def work(group: Group) -> None:
+        rows = torch.arange(8.0).view(4, 2) + group.rank
+        kept = group.reduce_scatter(rows, op="mean")
+        assert kept.untyped_storage().nbytes() == kept.numel() * 4
+        share = group.reduce_scatter(rows, op="mean", overwrite=True)
+        assert torch.equal(share, kept) and torch.equal(kept, torch.arange(8.0).view(4, 2).chunk(2)[group.rank] + 0.5)
+        assert share.data_ptr() == rows[2 * group.rank :].data_ptr()
+
+    run(2, work, transport)
+
+
 def test_gather_and_scatter_meet_at_the_root(transport: str) -> None:
     def work(group: Group) -> None:
         parts = group.gather(torch.full((group.rank + 1,), group.rank), root=1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ranks
+from hora.strategies.couriers import MAX_COPIES
 from trainings import SHARDED, batch, building, fail, loss_of, mlp, parameters_of, part, same, training
 
 sharded = pytest.mark.parametrize("strategy", SHARDED)
@@ -247,3 +248,37 @@ def test_closing_moves_the_parameters_out_of_shared_memory(strategy: str) -> Non
         return found
 
     same(script, strategy, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("transport", ["memory", "tcp"])
+@pytest.mark.parametrize("strategy", ["ring", "ring:update=sharded"])
+def test_many_buckets_share_a_few_copies_and_train_as_one_process(strategy: str, transport: str) -> None:
+    chosen = strategy + (":" if ":" not in strategy else ",") + "bucket_bytes=1024"
+    found: list[tuple[int, int]] = []
+
+    def script(one: Any) -> list[torch.Tensor]:
+        model, _ = step_once(one, width=60, steps=4)
+        if one.size > 1:
+            courier = one.sync._courier
+            found.append((len(one.sync._backward.buckets), sum(map(len, courier._copies.values()))))
+        return parameters_of(model)
+
+    same(script, chosen, size=3, transport=transport)
+    assert all(num_buckets > 2 * MAX_COPIES and num_copies <= MAX_COPIES for num_buckets, num_copies in found), found
+    assert len(found) == 3
+
+
+def test_a_parameter_with_gaps_in_memory_is_gathered_in_several_buckets() -> None:
+    def script(one: Any) -> list[torch.Tensor]:
+        with building():
+            model = torch.nn.Linear(30, 40).double()
+            model.weight = torch.nn.Parameter(torch.randn(40, 60).double()[:, ::2])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        one.prepare(model, optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(part(one, batch(step, inputs=30))).square().mean().backward()
+            optimizer.step()
+        return parameters_of(model)
+
+    same(script, "ring:update=sharded,bucket_bytes=1024", transport="tcp")

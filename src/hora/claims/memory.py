@@ -5,8 +5,9 @@ hardly count; every process has one thread. The same run with a model of two par
 without a model: Python, torch, Hora, connections. What is more is the model's, and is given in bytes per parameter.
 
 What must be held, per parameter: itself 4, its gradient 4, AdamW's two moments 8. That makes 16 for a process alone and
-for a worker of the ring; sharded, each of n workers has an n-th of the moments; with servers a worker has no moments,
-and the servers together have the parameter, the moments and the sum of the gradients. Local SGD's worker has all 16,
+for a worker of the ring; sharded, each of n workers has an n-th of the moments, and on one host pays an n-th of the
+parameters, which all of them see; with servers a worker has no moments, and the servers together have the parameter,
+the moments and the sum of the gradients. Local SGD's worker has all 16,
 and the vector in which parameters are averaged, 4, for the length of a round; DiLoCo's in addition the common point
 and the outer momentum.
 
@@ -57,7 +58,7 @@ def expected(row: Row) -> dict[str, float]:
     if row["servers"]:
         return {"worker": 8.0, "server": 16.0 / row["servers"]}
     if "sharded" in row["setup"]:
-        return {"worker": 8.0 + 8.0 / row["workers"]}
+        return {"worker": 4.0 + 12.0 / row["workers"]}
     return {"worker": 16.0 + {"local": 4.0, "diloco": 12.0}.get(row["setup"].partition(":")[0], 0.0)}
 
 

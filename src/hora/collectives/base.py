@@ -157,16 +157,35 @@ class Group:
         )
         return self._issue(plan, tensor, wait)
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", name: str | None = None, wait: bool = True) -> Any:
-        """This rank's share of the reduction: the rows are dealt in order, sizes differ by at most one."""
+    def reduce_scatter(
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        name: str | None = None,
+        wait: bool = True,
+        *,
+        overwrite: bool = False,
+    ) -> Any:
+        """This rank's share of the reduction: the rows are dealt in order, sizes differ by at most one.
+
+        With `overwrite` no copy is made: the tensor's rows are lost, and the share may be a part of it.
+        """
         check_tensor(tensor)
         if tensor.dim() == 0:
             raise ValueError("reduce_scatter deals out rows; a scalar has none")
         operation = operation_for(op, tensor.dtype)
+
+        def work(t: torch.Tensor) -> torch.Tensor:
+            host = _host(t)
+            if not overwrite and host.data_ptr() == t.data_ptr():
+                host = host.clone()
+            share = moves.reduce_scatter(self, host, operation).to(t.device)
+            return share if overwrite else share.clone()  # which keeps no more than itself
+
         plan = self._plan(
-            ("reduce_scatter", op, tensor.dtype, tensor.shape, name),
+            ("reduce_scatter", op, tensor.dtype, tensor.shape, overwrite, name),
             f"reduce_scatter {op} of {_tensor_text(tensor)}",
-            lambda t: moves.reduce_scatter(self, _host(t), operation).to(t.device),
+            work,
         )
         return self._issue(plan, tensor, wait)
 

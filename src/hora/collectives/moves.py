@@ -55,10 +55,10 @@ def all_gather(group: Group, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def reduce_scatter(group: Group, tensor: torch.Tensor, operation: Operation) -> torch.Tensor:
-    work = tensor.clone()
-    shares = [work[start:stop] for start, stop in bounds(tensor.shape[0], group.size)]
+    """The share is a part of `tensor`, whose other rows are overwritten."""
+    shares = [tensor[start:stop] for start, stop in bounds(tensor.shape[0], group.size)]
     ring.scatter_reduce(group, [share.view(-1) for share in shares], operation, owner_shift=0)
-    mine = shares[group.rank].clone()
+    mine = shares[group.rank]
     operation.finish(mine, group.size)
     return mine
 

@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import abc
+import collections
+import dataclasses
 import math
 import queue
 import threading
@@ -30,6 +32,8 @@ from ..wire.wire import Wire
 from .sync import Traffic
 
 Culprits = list[tuple[int, int]]  # (rank, parameter)
+
+MAX_COPIES = 4  # of buckets that must be copied together: what is under way at a time, whatever the model's size
 
 
 class Errand:
@@ -234,15 +238,31 @@ class Mail(Courier):
             spans.add(TRAINING, "waiting", spans.since(begin), spans.since(end), what="gradients")
 
 
+@dataclasses.dataclass(slots=True)
+class Journey:
+    """A bucket under way; `copy` is what it was copied together in, if it was."""
+
+    bucket: Bucket
+    views: Sequence[torch.Tensor]
+    handle: Pending
+    launched: float
+    copy: torch.Tensor | None
+
+
 class Calls(Courier):
+    """A bucket that is no stretch of one gradient is copied together first; there are few copies, used in turn.
+
+    Who is that many ahead of the network has nothing to win by being further ahead: it waits for the oldest.
+    """
+
     def __init__(
         self, group: Group, buckets: Sequence[Bucket], keep: bool, traffic: Traffic, algorithm: str, overlap: bool
     ) -> None:
         super().__init__(group, buckets, keep, traffic)
         self._algorithm = algorithm
         self._overlap = overlap
-        self._flats: dict[int, torch.Tensor] = {}
-        self._under_way: list[tuple[Bucket, Sequence[torch.Tensor], Pending, float]] = []
+        self._copies: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}  # that nobody uses
+        self._under_way: collections.deque[Journey] = collections.deque()
         self._found: Culprits = []
         self._wire: Wire | None = None
         self._between: dict[int, Exchange | None] = {}  # by bucket
@@ -269,16 +289,14 @@ class Calls(Courier):
         self._sent = sum(self.group.sent_bytes)
 
     def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
+        copied = not (bucket.contiguous and self.keep)
+        if copied:
+            while sum(journey.copy is not None for journey in self._under_way) >= MAX_COPIES:
+                self._land(self._under_way.popleft())
         begin = time.perf_counter()
         n = self.group.size
-        if bucket.contiguous and self.keep:
-            flat = views[0]
-        else:
-            if bucket.number not in self._flats:
-                self._flats[bucket.number] = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-            flat = self._flats[bucket.number]
-            for segment, view in zip(bucket.segments, views, strict=True):
-                flat[segment.offset : segment.offset + segment.stop - segment.start].copy_(view)
+        copy = self._copy(bucket, views) if copied else None
+        flat = views[0] if copy is None else copy[: bucket.numel]
         self._inspect(bucket, flat, views)  # now: the sum will take its place
         operation = "mean"
         if bucket.dtype is torch.float16:  # its sum may be too large where its mean is not
@@ -291,8 +309,8 @@ class Calls(Courier):
             between = self._between.get(bucket.number)
             handle = self.group.all_reduce(flat, operation, self._algorithm, name, wait=False, between=between)
         else:
-            handle = self.group.reduce_scatter(flat.view(n, -1), operation, name, wait=False)
-        self._under_way.append((bucket, views, handle, begin))
+            handle = self.group.reduce_scatter(flat.view(n, -1), operation, name, wait=False, overwrite=True)
+        self._under_way.append(Journey(bucket, views, handle, begin, copy))
         self.traffic.spend(begin)
         if spans.on:
             self._launched(bucket, begin)
@@ -301,22 +319,8 @@ class Calls(Courier):
 
     def finish(self) -> None:
         started = spans.clock() if spans.on else 0
-        for bucket, views, handle, launched in self._under_way:
-            result = self._wait(handle)
-            self.traffic.comm_s += handle.seconds
-            if spans.on:
-                self._arrived(bucket, launched, handle.ended, handle.seconds)
-            if self.keep and bucket.contiguous:
-                continue
-            begin = time.perf_counter()
-            base = 0 if self.keep else self.group.rank * bucket.stride
-            flat = result.view(-1)
-            for segment, view in zip(bucket.segments, views, strict=True):
-                if self.keep or segment.owner == self.group.rank:
-                    at = segment.offset - base
-                    view.copy_(flat[at : at + segment.stop - segment.start])
-            self.traffic.spend(begin)
-        self._under_way.clear()
+        while self._under_way:
+            self._land(self._under_way.popleft())
         self.traffic.sent_bytes += sum(self.group.sent_bytes) - self._sent
         if spans.on:
             spans.add(TRAINING, "exchange", started, what="gradients")
@@ -326,6 +330,39 @@ class Calls(Courier):
 
     def culprits(self) -> Culprits:
         return self._found
+
+    def _copy(self, bucket: Bucket, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The bucket at the head of a vector that is large enough for any of its kind."""
+        kind = (bucket.dtype, bucket.device)
+        spare = self._copies.setdefault(kind, [])
+        if not spare:
+            most = max(other.numel for other in self.buckets if (other.dtype, other.device) == kind)
+            spare.append(torch.empty(most, dtype=bucket.dtype, device=bucket.device))
+        copy = spare.pop()
+        for start, stop in bucket.gaps:
+            copy[start:stop].zero_()  # what lay there from before must not overflow
+        for segment, view in zip(bucket.segments, views, strict=True):
+            copy[segment.offset : segment.offset + segment.stop - segment.start].copy_(view)
+        return copy
+
+    def _land(self, journey: Journey) -> None:
+        """Waits for one and puts the mean where it belongs."""
+        bucket, handle = journey.bucket, journey.handle
+        result = self._wait(handle)
+        self.traffic.comm_s += handle.seconds
+        if spans.on:
+            self._arrived(bucket, journey.launched, handle.ended, handle.seconds)
+        if journey.copy is None:
+            return
+        begin = time.perf_counter()
+        base = 0 if self.keep else self.group.rank * bucket.stride
+        flat = result.view(-1)
+        for segment, view in zip(bucket.segments, journey.views, strict=True):
+            if self.keep or segment.owner == self.group.rank:
+                at = segment.offset - base
+                view.copy_(flat[at : at + segment.stop - segment.start])
+        self._copies[bucket.dtype, bucket.device].append(journey.copy)
+        self.traffic.spend(begin)
 
     def _wait(self, handle: Pending) -> Any:
         begin = time.perf_counter()

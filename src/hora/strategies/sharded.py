@@ -27,7 +27,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .. import checkpoint, letters, spans
+from ..buckets import Bucket, plan
 from ..collectives.base import Group
+from ..collectives.handles import Pending
 from ..errors import HoraError, OutOfMemory
 from ..lanes import CUT_BYTES, ELEMENTWISE, Lane, even_lanes, flatten, is_dense, laid
 from ..roster import Roster
@@ -53,6 +55,7 @@ class Sharded(Replicated):
         self._rooms: list[tuple[torch.Tensor, list[torch.nn.Parameter]]] = []  # where storages lie, and whose they are
         self._fitted: dict[tuple[int, int], dict[str, Any]] = {}  # optimizer state, by optimizer and parameter, as cut
         self._shared = False  # whether the parameters lie in memory that all see
+        self._rounds: dict[tuple[int, ...], list[Bucket]] = {}  # how these parameters are gathered
         self._swapped: list[list[torch.Tensor]] = []
         self._guard = Guard(roster, self._backward)
 
@@ -67,6 +70,7 @@ class Sharded(Replicated):
             return
         self._guard.who = self._group.transport.name_of(self._group.rank)
         self._lanes_of = self._deal()
+        self._rounds.clear()
         self._move()
         for index, lanes in enumerate(self._lanes_of):
             lane = self._mine(index)
@@ -268,29 +272,35 @@ class Sharded(Replicated):
         self._guard.remember()
 
     def _gather(self, indices: list[int]) -> None:
-        """Everybody gets everybody's shares of these parameters."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index in indices:
-            parameter = self.roster.parameters[index]
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
-        for (dtype, device), members in kinds.items():
-            pieces = [laid(p)[lane.start : lane.stop]
-                      for p, lane in ((self.roster.parameters[i], self._mine(i)) for i in members) if lane]  # fmt: skip
-            mine = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=device)
-            parts = self._group.all_gather(mine, name="updated shares")
-            at = [0] * self._group.size
-            for index in members:
-                whole = self.roster.parameters[index].detach()
-                for lane in self._lanes_of[index]:
-                    length = lane.stop - lane.start
-                    part = parts[lane.owner][at[lane.owner] : at[lane.owner] + length]
-                    at[lane.owner] += length
-                    if lane.owner == self._group.rank:
-                        continue
-                    if is_dense(whole):
-                        flatten(whole)[lane.start : lane.stop].copy_(part)
-                    else:
-                        whole.copy_(part.view(whole.shape))  # never cut
+        """Everybody gets everybody's shares of these parameters, a bucket at a time."""
+        key = tuple(indices)
+        if key not in self._rounds:
+            parameters, limit = self.roster.parameters, self.strategy.bucket_bytes
+            self._rounds[key] = plan(indices, parameters, self._lanes(), limit, self._group.size)
+        me, under_way = self._group.rank, None
+        for bucket in self._rounds[key]:
+            pieces = [laid(self.roster.parameters[s.index])[s.start : s.stop] for s in bucket.segments if s.owner == me]
+            mine = torch.cat(pieces) if pieces else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+            parts = self._group.all_gather(mine, name="updated shares", wait=False)
+            if under_way is not None:
+                self._spread(*under_way)
+            under_way = bucket, parts
+        if under_way is not None:
+            self._spread(*under_way)
+
+    def _spread(self, bucket: Bucket, parts: Pending) -> None:
+        """What came of the others' shares goes into the parameters."""
+        found = parts.wait()
+        for segment in bucket.segments:
+            if segment.owner == self._group.rank:
+                continue
+            at = segment.offset - segment.owner * bucket.stride
+            part = found[segment.owner][at : at + segment.stop - segment.start]
+            whole = self.roster.parameters[segment.index].detach()
+            flat = laid(whole)
+            flat[segment.start : segment.stop].copy_(part)
+            if not is_dense(whole):
+                whole.copy_(flat.view(whole.shape))
 
     def _correct(self, factor: float) -> None:
         for index in self._counted:
