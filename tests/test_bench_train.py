@@ -35,7 +35,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[bytes]:
     monkeypatch.setenv("HORA_TEST_MARK", value)
     text = f"HORA_TEST_MARK={value}".encode()
     yield text
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 20
     while (left := carrying(text)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -17,6 +18,7 @@ import pytest
 SCRIPTS = Path(__file__).parent / "scripts"
 SRC = Path(__file__).parents[2] / "src"
 MARK = "MARK_OF_HORA_TEST"
+LEAVE_S = 20.0  # nobody may be left; how soon is for the tests that ask
 
 
 def _listen_to_hangups() -> None:
@@ -83,13 +85,20 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     launcher = Launcher(tmp_path)
     shared_before = {name for name in os.listdir("/dev/shm") if "hora" in name}
     yield launcher
-    alive = launcher.wait_until_nobody(2.0)
+    alive = {pid: command_of(pid) for pid in launcher.wait_until_nobody(LEAVE_S)}
     for pid in alive:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert not alive, "processes of the run were left"
     assert {name for name in os.listdir("/dev/shm") if "hora" in name} <= shared_before
     assert os.listdir(launcher.tmp) == []
     assert list(launcher.state.rglob("control")) == []
+
+
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return "gone since"
 
 
 def read_until(process: subprocess.Popen[str], *wanted: str) -> list[str]:

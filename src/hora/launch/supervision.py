@@ -4,6 +4,7 @@ One loop waits for everything at once: the ends of processes, their output, room
 next deadline. What it promises:
 
     a rank fails       the others are told why at once, have 1 s to end by themselves, get SIGTERM, at 2 s SIGKILL;
+                       if it says that it lost another, that one has 6 s more to end and to be the cause;
                        if the strategy is elastic, all have prepared and another worker is left, the run goes on
     a server fails     the run ends as above, since its parameters are lost with it
     the predictor does it is named, and the training goes on; nothing that it does ends a run
@@ -48,6 +49,9 @@ REACT_S = 1.0
 
 FAILED_KILL_S = 2.0
 """After the first failure: when SIGKILL goes to whoever is left."""
+
+ECHO_S = 6.0
+"""After a rank that failed since it lost another: how much longer that other may take to end, as on a busy machine."""
 
 ASKED_TERM_S = 1.5
 ASKED_KILL_S = 2.3
@@ -337,12 +341,14 @@ class Launch:
             return
         if not self._stopping:
             self._others_ran = bool(self._running("worker") or self._running("server"))
-            self._plan_stop(now, (REACT_S, signal.SIGTERM), (FAILED_KILL_S, signal.SIGKILL))
+            self._plan_failed(now + ECHO_S if child.echo else now)
         if self._cause is not None:
             return
         if child.echo:
             self._echo = self._echo or child
         else:
+            if self._echo is not None:
+                self._plan_failed(now)
             self._blame(child)
 
     def _part_with_predictor(self, child: Child) -> None:
@@ -409,6 +415,9 @@ class Launch:
     def _plan_stop(self, now: float, *steps: tuple[float, int]) -> None:
         self._plan = deque((now + after, number) for after, number in steps)
         self._plan.append((self._plan[-1][0] + GIVE_UP_S, None))
+
+    def _plan_failed(self, since: float) -> None:
+        self._plan_stop(since, (REACT_S, signal.SIGTERM), (FAILED_KILL_S, signal.SIGKILL))
 
     def _ask(self, number: int, now: float) -> None:
         """Someone wants the run to stop; whoever asks a second time wants it now."""

@@ -1,9 +1,13 @@
-"""`fault.py HOW TRANSPORT [deaf]`: rank 1 fails in the way given while the others wait for it inside a collective."""
+"""`fault.py HOW TRANSPORT [deaf] [lingers]`: rank 1 fails as told while the others wait for it inside a collective."""
 
+import atexit
 import os
 import signal
 import sys
 import time
+
+if "lingers" in sys.argv and os.environ["HORA_RANK"] == "1":
+    atexit.register(time.sleep, 3)  # first to be registered, last to run: its links are closed by then
 
 import torch
 
