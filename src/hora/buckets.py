@@ -16,7 +16,9 @@ under reentrant checkpoints, counts as complete only at the end.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
+import threading
 import types
 import zlib
 from collections.abc import Callable, Sequence
@@ -60,7 +62,7 @@ class Bucket:
         """The parameters that have a segment here."""
         return sorted({segment.index for segment in self.segments})
 
-    @property
+    @functools.cached_property
     def gaps(self) -> list[tuple[int, int]]:
         """What belongs to no gradient: where an owner's segments are shorter than the stretch."""
         ends = [owner * self.stride for owner in range(self.num_owners)]
@@ -162,6 +164,7 @@ class Backward:
         self._buckets_of: dict[int, list[int]] = {}
         self._size_of: list[int] = []
         self._missing: list[int] = []
+        self._announcing = threading.RLock()  # autograd has a thread for each device of a model
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
@@ -273,11 +276,12 @@ class Backward:
                     "in the first backward() it came once. Use overlap=false for a model whose graph changes"
                 )
             return
-        for number in self._buckets_of.get(index, ()):
-            self._missing[number] -= 1
-        while self.announced < len(self.buckets) and self._missing[self.announced] == 0:
-            self.announced += 1
-            self._listener.bucket_ready(self.buckets[self.announced - 1])
+        with self._announcing:
+            for number in self._buckets_of.get(index, ()):
+                self._missing[number] -= 1
+            while self.announced < len(self.buckets) and self._missing[self.announced] == 0:
+                self.announced += 1
+                self._listener.bucket_ready(self.buckets[self.announced - 1])
 
     def _end(self) -> None:
         is_nested, call = _caller()

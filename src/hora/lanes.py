@@ -71,6 +71,12 @@ def is_dense(parameter: torch.Tensor) -> bool:
     return True
 
 
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nobody else holds its memory. As a gradient autograd may have handed on what another branch of the same
+    backward still reads, as for a bias that is added through a view."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2  # its own, and that of the question
+
+
 def laid(parameter: torch.Tensor) -> torch.Tensor:
     """Its elements as a vector: in the order of its memory, a view, if they fill it; else in its own order, a copy."""
     return flatten(parameter.detach()) if is_dense(parameter) else parameter.detach().reshape(-1)

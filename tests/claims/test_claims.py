@@ -24,14 +24,15 @@ def count(quick: bool) -> list[Row]:
 
 def judge(rows: list[Row]) -> Verdict:
     most = max(row["workers"] for row in rows)
-    return Verdict(word="holds" if most > 1 else "only if", text=f"there are {most} | more")
+    return Verdict(word="holds" if most > 1 else "only if", text=f"there are {most} | more", more="And so on.")
 
 
 def claim(**changed: object) -> Claim:
     told = {
         "number": 1, "name": "master", "says": "More is more.", "rule": "holds if more is more", "needs": "nothing",
         "minutes": (0.1, 0.2), "measure": count, "judge": judge,
-        "table": lambda rows: Table(headings=("n", "v"), lines=[["1", spread([1.0, 2.0, 4.0])]], note="2 repeats"),
+        "table": lambda rows: Table(headings=("n", "v"), lines=[["1", spread([1.0, 2.0, 4.0])]], note="all",
+                                    repeats="2 of them"),
         "draw": lambda rows, figure: figure.subplots().plot([1, 2]),
     }  # fmt: skip
     return Claim(**{**told, **changed})  # type: ignore[arg-type]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -272,3 +275,20 @@ def test_inference_tensors_and_negated_views_are_reduced_too() -> None:
 def test_an_expanded_tensor_is_refused_with_the_way_out() -> None:
     errors = failures(2, lambda group: group.all_reduce(torch.ones(1).expand(5)))
     assert all(isinstance(error, ValueError) and "clone() it first" in str(error) for error in errors)
+
+
+def test_a_call_that_is_not_waited_for_is_only_queued_while_another_is_under_way(transport: str) -> None:
+    queued = threading.Event()
+
+    def work(group: Group) -> list[list[float]]:
+        if group.rank == 1:
+            assert queued.wait(20), "rank 0 waited for rank 1 before it had queued all its calls"
+        tensors = [torch.full((3,), float(number)) for number in range(4)]
+        handles = []
+        for tensor in tensors:
+            handles.append(group.all_reduce(tensor, wait=False))
+            time.sleep(0.05)  # the first is under way by now, and waits for rank 1
+        queued.set()
+        return [handle.wait().tolist() for handle in handles]
+
+    assert run(2, work, transport) == [[[2.0 * number] * 3 for number in range(4)]] * 2

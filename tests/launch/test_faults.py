@@ -89,6 +89,16 @@ def test_a_rank_that_takes_long_to_end_is_to_blame_for_those_that_lost_it(
     assert re.search(r"^hora: rank 1 ", done.stderr, re.M) and "hora: rank 0" not in done.stderr
 
 
+def test_ctrl_c_while_a_rank_takes_long_to_end_stops_the_run(launcher: Launcher) -> None:
+    process = launcher.start("run", "-n", 2, "fault.py", "exits", "auto", "lingers")
+    assert process.stderr is not None
+    assert "[0] hora.errors.PeerLost: " in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == codes.INTERRUPTED
+    assert "hora: interrupted; stopping the rank (Ctrl-C again: at once)\n" in err and "rank 0 " not in err
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp", "engine"])
 def test_calls_that_differ_are_refused_on_every_rank_within_a_second(launcher: Launcher, transport: str) -> None:
     process = launcher.start("run", "-n", 3, "mismatch.py", transport)
@@ -123,7 +133,7 @@ def test_a_script_that_survived_a_mismatch_on_the_engine_can_end(launcher: Launc
     process = launcher.start("run", "-n", 3, "mismatch.py", "engine")
     read_until(process, "[0] waiting after", "[1] waiting after", "[2] order after")
     try:
-        _, err = process.communicate(timeout=5)
+        _, err = process.communicate(timeout=40)
     except subprocess.TimeoutExpired:
         process.terminate()
         process.communicate(timeout=20)
@@ -135,7 +145,7 @@ def test_a_script_that_survived_a_mismatch_on_the_engine_can_end(launcher: Launc
 def test_the_engines_own_reduction_of_different_shapes_is_refused(launcher: Launcher, transport: str) -> None:
     process = launcher.start("run", "-n", 2, "mismatch_engine.py", transport)
     try:
-        out, _ = process.communicate(timeout=8)
+        out, _ = process.communicate(timeout=40)
     except subprocess.TimeoutExpired:
         process.terminate()
         process.communicate(timeout=20)

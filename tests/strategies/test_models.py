@@ -495,6 +495,55 @@ def test_horas_clipping_equals_torchs_under_every_strategy(strategy: str, norm_t
     same(script, strategy, 3, rtol=1e-6, atol=1e-9)
 
 
+class Viewed(torch.nn.Module):
+    """Its bias is added through a view, without broadcasting: its gradient lies in the memory of the sum's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(6, 512), torch.nn.Linear(512, 3)
+        self.bias = torch.nn.Parameter(torch.randn(512))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(torch.tanh(self.first(x) + self.bias.view(1, -1)))
+        return out
+
+
+@family
+def test_a_gradient_whose_memory_another_branch_still_reads_leaves_it_alone(strategy: str) -> None:
+    def script(one: Any) -> list[torch.Tensor]:
+        with building():
+            model = Viewed().double()
+        optimizer = sgd(model)
+        one.prepare(model, optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            samples = [part(one, batch(step, 2))] if one.size > 1 else batch(step, 2).split(1)
+            sum(loss_of(model, x) / len(samples) for x in samples).backward()
+            optimizer.step()
+        return parameters_of(model)
+
+    same(script, f"{strategy}{',' if ':' in strategy else ':'}bucket_bytes=1024")
+
+
+@family
+def test_a_gradient_that_nobody_else_holds_is_not_copied(strategy: str) -> None:
+    def work(group: Any) -> None:
+        one, places = training(group, strategy), {}
+        model = mlp()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: places.__setitem__(p, p.grad.data_ptr()))
+        optimizer = sgd(model)
+        one.prepare(model, optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, part(one, batch(step))).backward()
+            assert all(parameter.grad.data_ptr() == place for parameter, place in places.items())
+            optimizer.step()
+        assert len(places) == len(list(model.parameters()))
+
+    ranks.run(2, work)
+
+
 @family
 def test_a_closure_is_evaluated_once_and_synchronised(strategy: str) -> None:
     def script(one: Any) -> list[torch.Tensor]:

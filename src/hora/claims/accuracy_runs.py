@@ -58,7 +58,7 @@ def size(quick: bool) -> Size:
         return Size(workers=2, epochs=6, repeats=1, seeds=3, tuning_seeds=2, lags=(0, 7, 15), sweep_seeds=2,
                     sweep_epochs=6)  # fmt: skip
     workers = 8 if num_cores() >= MANY_CORES else 4
-    return Size(workers=workers, epochs=20, repeats=3, seeds=3, tuning_seeds=2, lags=(0, 3, 7, 15), sweep_seeds=3,
+    return Size(workers=workers, epochs=20, repeats=4, seeds=4, tuning_seeds=1, lags=(0, 3, 7, 15), sweep_seeds=5,
                 sweep_epochs=20)  # fmt: skip
 
 

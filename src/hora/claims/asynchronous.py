@@ -26,9 +26,10 @@ from typing import Any
 
 from ..bench import links
 from . import figure, paced
+from .accuracy import mean_line, mean_text
 from .claim import Claim, Row, Table, Verdict, spread
 
-ROUNDS, SEEDS = 2, 3
+ROUNDS, SEEDS = 3, 5
 JITTER = 0.1
 SYNC_SERVERS = (1, 4)
 LINEAR, ADDED, NEVER, EARLY = 0.9, 0.05, 0.05, 4
@@ -114,17 +115,22 @@ def _lines(rows: Sequence[Row]) -> dict[Line, dict[int, Row]]:
 
 
 def _progress_of(rows: Sequence[Row]) -> dict[float, dict[float, list[float]]]:
-    """By momentum and number of workers: the accuracy in per cent, by seed."""
+    """By momentum and number of workers: the accuracy, by seed."""
     found: dict[float, dict[float, list[float]]] = {}
     for row in rows:
         if row["part"] == "progress":
-            found.setdefault(row["momentum"], {})[row["workers"]] = [100 * value for value in row["accuracies"]]
+            found.setdefault(row["momentum"], {})[row["workers"]] = row["accuracies"]
     return found
 
 
+def _shares(those: Mapping[int, Row], workers: int) -> list[float]:
+    """Of n times one worker's gradients per second, by round."""
+    linear = workers * statistics.median(those[1]["per_s"])
+    return [per_s / linear for per_s in those[workers]["per_s"]]
+
+
 def _share(those: Mapping[int, Row], workers: int) -> float:
-    """Of n times one worker's gradients per second."""
-    return statistics.median(those[workers]["per_s"]) / (workers * statistics.median(those[1]["per_s"]))
+    return statistics.median(_shares(those, workers))
 
 
 def _reach(those: Mapping[int, Row]) -> int:
@@ -155,35 +161,59 @@ def _knee(those: Mapping[int, Row]) -> float:
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
-    lines = {servers: those for (mode, servers), those in _lines(rows).items() if mode == "async"}
+    lines = {servers: those for (mode, servers), those in sorted(_lines(rows).items()) if mode == "async"}
     most = max(next(iter(lines.values())))
     shares = [_share(those, workers) for those in lines.values() for workers in those]
     waiting = [statistics.median(row["waiting"]) for those in lines.values() for row in those.values()]
-    reaches = {servers: _reach(those) for servers, those in sorted(lines.items())}
+    reaches = {servers: _reach(those) for servers, those in lines.items()}
     alone = statistics.median(lines[min(lines)][1]["waiting"])
-    ends = {servers: those[most] for servers, those in sorted(lines.items())}
-    figures = (
-        f"{most} workers have "
-        + ", ".join(f"{100 * _share(lines[k], most):.0f} %" for k in ends)
-        + " of linear speed and wait "
-        + ", ".join(f"{100 * statistics.median(row['waiting']):.0f} %" for row in ends.values())
-        + f" of their time with {', '.join(map(str, ends))} server(s), one worker alone "
-        f"{100 * alone:.0f} %"
-    )
+    text = f"{_ends_text(lines, most)}, a worker alone {100 * alone:.0f} %"
     if alone >= NEVER:
-        figures += ": literally, “never waits” is false of one worker already, since its gradients take time to travel"
+        text += " (“holds” is impossible here: see rule)"
+    more = _more(rows, lines, alone)
     if min(shares) >= LINEAR and max(waiting) < NEVER:
-        return Verdict(word="holds", text=figures)
+        return Verdict(word="holds", text=text, more=more)
     if max(reaches.values()) < EARLY:
-        return Verdict(word="fails", text=figures)
+        return Verdict(word="fails", text=f"no number of servers carries {EARLY} workers: {text}", more=more)
     far = ", ".join(
-        f"with {servers} server{'s' * (servers > 1)} up to {reach} worker{'s' * (reach > 1)} (links full at "
-        f"{_knee(lines[servers]):.1f}"
-        + "".join(f"; with {workers} workers some rounds are within, some not" for workers in _divided(lines[servers]))
-        + ")"
+        f"with {servers} server{'s' * (servers > 1)} up to {reach} worker{'s' * (reach > 1)}"
+        + "".join(f" (with {workers} some rounds are within, some not)" for workers in _divided(lines[servers]))
         for servers, reach in reaches.items()
     )
-    return Verdict(word="only if", text=f"the servers' links have room: {far}; {figures}")
+    return Verdict(word="only if", text=f"the servers' links have room, {far}; {text}", more=more)
+
+
+def _ends_text(lines: Mapping[int, Mapping[int, Row]], most: int) -> str:
+    """How the most workers fare with each number of servers."""
+    shares = ", ".join(spread([100 * share for share in _shares(those, most)], ".0f") for those in lines.values())
+    waiting = ", ".join(f"{100 * statistics.median(those[most]['waiting']):.0f}" for those in lines.values())
+    return f"{most} workers reach {shares} % of linear speed and wait {waiting} % of their time"
+
+
+def _more(rows: Sequence[Row], lines: Mapping[int, Mapping[int, Row]], alone: float) -> str:
+    knees = [f"at {_knee(those):.1f} workers with {servers}" for servers, those in lines.items()]
+    parts = [f"The servers' links are full {', '.join(knees)} server{'s' * (max(lines) > 1)}."]
+    for servers, those in lines.items():
+        for workers in _divided(those):
+            shares = spread([100 * share for share in _shares(those, workers)], ".0f")
+            waiting = spread([100 * value for value in those[workers]["waiting"]], ".0f")
+            parts.append(
+                f"With {servers} server{'s' * (servers > 1)} and {workers} workers the rounds lie on both sides of the "
+                f"rule's condition: {shares} % of linear speed, {waiting} % waiting."
+            )
+    if alone >= NEVER:
+        parts.append(
+            f"Literally, “never waits” is false of one worker already: it waits {100 * alone:.0f} % of its time, since "
+            "its gradients take time to travel and no compute hides that, so the rule can never come out as “holds” "
+            "over these links; what was measured is where waiting for others begins."
+        )
+    for momentum, by_workers in _progress_of(rows).items():
+        most = max(by_workers)
+        parts.append(
+            f"At a lag of {most - 1:g}, that of {most:g} workers, accuracy is {mean_text(by_workers[most])} % with "
+            f"momentum {momentum:g} at a learning rate chosen without lag."
+        )
+    return " ".join(parts)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -202,16 +232,21 @@ def table(rows: Sequence[Row]) -> Table:
             cells.append([f"lag, {_label(line)}", *(spread(those[n]["lag"]) for n in counts)])
     for momentum, by_workers in _progress_of(rows).items():
         label = f"accuracy at lag n − 1, momentum {momentum:g}"
-        cells.append([label, *(f"{spread(by_workers[n])} %" for n in counts)])
+        cells.append([label, *(f"{mean_text(by_workers[n])} %" for n in counts)])
     rounds = len(rows[0]["per_s"])
     seeds = max((len(row["accuracies"]) for row in rows if row["part"] == "progress"), default=0)
     note = (
-        f"median of {rounds} round{'s' * (rounds > 1)} and the range; {paced.SETTING}, varied by {JITTER:.0%}; "
-        f"accuracy of digits after 20 epochs at a lag of exactly n − 1, {seeds} seed{'s' * (seeds > 1)}; "
+        f"{paced.setting(f', varied by {100 * JITTER:.0f} %')}. gradients/s: applied, of all workers together, in "
+        "brackets what the servers' links carry at most; of linear: of one worker's times their number; waiting: the "
+        "share of its time that a worker spends in push and pull; lag: updates between a gradient's parameters and its "
+        "arrival; accuracy: of digits after 20 epochs, in one process, with a lag of exactly n − 1 and at a rate chosen "
+        "without lag, mean of the seeds (least to greatest), as in the claim accuracy. "
         f"{paced.busy_text([row for row in rows if row['part'] == 'speed'])}"
     )
+    middle = "mean" if rounds == 2 else "median"
+    repeats = f"{middle} of {rounds} round{'s' * (rounds > 1)} (least to greatest); accuracy: mean of {seeds} seed"
     headings = ["", *(f"{n} worker{'s' * (n > 1)}" for n in counts)]
-    return Table(headings=headings, lines=cells, note=note)
+    return Table(headings=headings, lines=cells, note=note, repeats=f"{repeats}{'s' * (seeds > 1)}")
 
 
 def _label(line: Line) -> str:
@@ -236,20 +271,21 @@ def draw(rows: Sequence[Row], canvas: Any) -> None:
     one = statistics.median(lines["async", 1][1]["per_s"])
     speed.plot(counts, [n * one for n in counts], color=figure.COLORS["ideal"], label="linear")
     speed.plot([], [], color="0.3", linestyle="--", linewidth=0.8, label="limit of the servers' links")
-    speed.set_ylim(0, 1.05 * counts[-1] * one)
     waiting.set_ylim(0, 100)
     for momentum, by_workers in _progress_of(rows).items():
         color = figure.COLORS["async"] if momentum else "0.3"
-        figure.line(progress, by_workers, f"momentum {momentum:g}", color=color)
-    lowest = min(min(values) for by_workers in _progress_of(rows).values() for values in by_workers.values())
-    progress.set_ylim(min(80.0, lowest - 2), 100)
-    for axis in (waiting, progress):
-        axis.set_xscale("log", base=2)
+        points = {n: [100 * value for value in values] for n, values in by_workers.items()}
+        mean_line(progress, points, f"momentum {momentum:g}", bars=len(points), color=color)
+    progress.set_ylim(0, 100)
     for axis in (speed, waiting, progress):
+        axis.set_xscale("log", base=2)
         axis.set_xticks(counts, [f"{n}" for n in counts])
-    figure.dress(speed, "Gradients applied per second", "workers", "per second, of all workers")
-    figure.dress(waiting, "What a worker waits in push and pull", "workers", "% of a worker's time", legend=False)
-    figure.dress(progress, "What a gradient is worth at lag n − 1", "workers", "test accuracy, % (digits)")
+    speed.set_yscale("log", base=2)
+    speed.set_yticks(counts, [f"{n}" for n in counts])
+    figure.dress(speed, "Gradients applied per second", "workers (log)", "per second, of all workers (log)")
+    figure.dress(waiting, "What a worker waits in push and pull", "workers (log)", "% of a worker's time")
+    figure.dress(progress, "What a gradient is worth at lag n − 1", "workers (log)",
+                 "test accuracy, % (digits), mean of the seeds")  # fmt: skip
 
 
 COLORS = {
@@ -263,11 +299,14 @@ CLAIM = Claim(
     says="Asynchronous training scales linearly and never waits",
     rule=RULE,
     needs=paced.NEEDS,
-    minutes=(1, 7),
+    minutes=(1, 12),
     measure=measure,
     judge=judge,
     table=table,
     draw=draw,
     obstacle=paced.obstacle,
     figure_size=(13.0, 4.5),
+    changed=f"{paced.CHANGED}; no full run of it was judged by this rule. That “holds” is out of reach was written into "
+    "the rule after the record had been seen; bars and word stayed as they were. Rounds were raised from 2 to 3 and "
+    "seeds from 3 to 5 because rounds with 1 server and 4 workers had come out on both sides of the condition.",
 )

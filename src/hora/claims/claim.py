@@ -19,14 +19,17 @@ from typing import Any, Literal
 
 Row = dict[str, Any]
 Word = Literal["holds", "fails", "only if"]
+MAX_TEXT = 300  # characters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """`text` goes on after the word, with the figures that decided: 'holds: …', 'fails: …', 'only if …'."""
+    """`text` goes on after the word: 'holds: …', 'fails: …', 'only if …': one sentence with the figures that decided
+    and their spread, short enough for a row of a table (MAX_TEXT). `more`: what else the rows tell, in sentences."""
 
     word: Word
     text: str
+    more: str = ""
 
     def __str__(self) -> str:
         return f"{self.word} {self.text}" if self.word == "only if" else f"{self.word}: {self.text}"
@@ -34,11 +37,13 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells as text, for the terminal and for the page. `note` says repeats and spread."""
+    """Cells as text, for the terminal and for the page. `repeats`: how many and which spread is shown, in a few words;
+    `note`: what was measured and what the columns mean."""
 
     headings: Sequence[str]
     lines: Sequence[Sequence[str]]
     note: str
+    repeats: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +51,8 @@ class Claim:
     """`measure(quick)` and `draw(rows, figure)` may take their time; `judge` and `table` are pure.
 
     `obstacle(quick)` says why it cannot be measured here, with a way out; empty if it can. `minutes`: about how long
-    the quick and the full one take on two cores. A failed measurement raises RuntimeError with the cause.
+    the quick and the full one take on two cores. `changed`: what was changed in rule or setting after results had been
+    seen, and what that did. A failed measurement raises RuntimeError with the cause.
     """
 
     number: int
@@ -61,6 +67,7 @@ class Claim:
     draw: Callable[[Sequence[Row], Any], None]
     obstacle: Callable[[bool], str] = lambda quick: ""
     figure_size: tuple[float, float] = (9.0, 4.5)
+    changed: str = ""
 
 
 def spread(values: Sequence[float], form: str = ".1f") -> str:

@@ -174,9 +174,12 @@ def _show(claim: Claim, found: Record, into: pathlib.Path) -> None:
         table.add_row(*map(escape, cells))
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     console.print(table)
-    console.print(escape(f"{told.note}\n{found.machine}, {found.date}"), style="dim")
+    verdict = claim.judge(found.rows)
+    console.print(escape(f"{told.note}\n{told.repeats}\n{found.machine}, {found.date}"), style="dim")
     console.print(escape(f"Rule: {claim.rule}"), style="dim")
-    console.print(f"[bold]{escape(str(claim.judge(found.rows)))}[/bold]")
+    console.print(f"[bold]{escape(str(verdict))}[/bold]")
+    if verdict.more:
+        console.print(escape(verdict.more))
     path = into / f"{found.stem}.png"
     missing = figure.save(claim, found, path)
     console.print(f"no figure: {missing}" if missing else f"figure: {path}")

@@ -67,6 +67,12 @@ def _end(event: Event) -> float:
     return float(event["ts"] + event["dur"])
 
 
+def rate_text(place: str) -> str:
+    """The rate at the end of a place's name, which has it as tc does: 200 Mbit/s for 'links of 200mbit'."""
+    rate = place.rpartition(" ")[2]
+    return f"{rate[:-4]} {rate[-4:].capitalize()}/s"
+
+
 def draw_timelines(those: Sequence[Row], axis: Any) -> None:
     """For each run a row of the training thread above one of what is on its way, all on one scale of time."""
     from .figure import COLORS, dress
@@ -80,12 +86,16 @@ def draw_timelines(those: Sequence[Row], axis: Any) -> None:
             label = "" if number else {"step": "optimizer step", "waiting": "waits for the gradients"}.get(name, name)
             axis.barh(high + 1, 1e3 * (end - begin), left=1e3 * begin, height=0.8, color=colors[name], label=label)
         for index, (_, _, begin, end) in enumerate(row[BUCKETS]):
+            label = "" if number or index else "buckets, dark and pale in turn"
             axis.barh(high, 1e3 * (end - begin), left=1e3 * begin, height=0.8, alpha=1 - 0.4 * (index % 2),
-                      color=COLORS["ddp"], label="" if number or index else "buckets")  # fmt: skip
+                      color=COLORS["ddp"], label=label)  # fmt: skip
         axis.text(1e3 * row["step_s"], high + 1, f"  {1e3 * row['step_s']:.0f} ms", va="center", fontsize=9)
     first = those[0]
-    title = f"One step of rank 0: {first['model']}, {first['workers']} workers, ring over {first['place']}"
+    title = (
+        f"One step of rank 0 ({first['model']}, {first['workers']} workers) in a traced run on one host,\n"
+        f"transport limited to {rate_text(first['place'])}; not one of the timed rounds"
+    )
     dress(axis, title, "ms", "", legend=False)
     axis.set_yticks([place for place, _ in places], [name for _, name in places], fontsize=8)
-    axis.set_xlim(0, 1.1e3 * max(row["step_s"] for row in those))
+    axis.set_xlim(0, 1.15e3 * max(row["step_s"] for row in those))
     axis.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)

@@ -12,11 +12,12 @@ from .record import Record
 
 HEAD = """# Claims
 
-What textbooks and blogs repeat about distributed training, put to the test under every architecture. Each command can
-be run again: `hora claims --list` names them, `--quick` takes minutes on two cores. The rules were fixed before the
-measurements shown here; a verdict is computed from the measured rows by its rule, and this page is written from the
-records by `{command}`, never by hand. What a verdict
-says of two cores and slept compute need not hold on your machine: run it there.
+What textbooks and blogs repeat about distributed training, put to the test under the architectures that each claim is
+about. Each command can be run again: `hora claims --list` names them, `--quick` takes minutes on two cores. A verdict
+is computed from the measured rows by its rule, and this page is written from the records by
+`{command}`, never by hand. Where a rule or a setting was changed after results
+had been seen, the section says what and why. What a verdict says of two cores and slept compute need not hold on your
+machine: run it there. A commit with a + had other changes on top of it.
 """
 
 
@@ -48,20 +49,23 @@ def _cells(claim: Claim, record: Record, figures: pathlib.Path) -> list[str]:
         f"`{record.command}`",
         f"[picture]({figures / record.stem}.png)",
         f"**{verdict.word}**{':' if verdict.word != 'only if' else ''} {verdict.text}",
-        f"{record.date}, {record.cores} cores; {claim.table(record.rows).note}",
+        f"{record.date}, {record.machine.partition(',')[0]}, {record.cores} cores; {claim.table(record.rows).repeats}",
     ]
 
 
 def _section(claim: Claim, records: Sequence[Record], figures: pathlib.Path) -> str:
     parts = [f"## {claim.name}", f"*{claim.says}*", f"Rule: {claim.rule}", f"The full measurement takes: {claim.needs}"]
+    if claim.changed:
+        parts.append(f"Changed after results had been seen: {claim.changed}")
     for record in records:
-        table = claim.table(record.rows)
+        table, verdict = claim.table(record.rows), claim.judge(record.rows)
         parts += [
-            f"**{_sentence(str(claim.judge(record.rows)))}**",
+            f"**{_sentence(str(verdict))}** {verdict.more}".strip(),
             f"![{claim.name}, {record.cores} cores]({figures / record.stem}.png)",
             _markdown(table),
-            f"{_sentence(table.note)} `{record.command}`, {record.date}, commit {record.commit}, "
-            f"{record.seconds / 60:.1f} minutes on {record.machine}.",
+            f"{_sentence(table.note)} {_sentence(table.repeats)}",
+            f"`{record.command}`, {record.date}, commit {record.commit}, {record.seconds / 60:.1f} minutes on "
+            f"{record.machine}.",
         ]
     return "\n\n".join(parts) + "\n"
 

@@ -8,7 +8,8 @@ bandwidth, caches and clock no way of communicating can win back.
 
 For each number of workers all are started side by side, together with one worker alone, and take turns; every round's
 speeds are divided by the speed of the one worker in the same round. All keep freed memory (memory.py), DDP too, so that
-one and the same worker is the measure of all.
+one and the same worker is the measure of all. Rounds differ by as much as some results are from the bar: which numbers
+of workers have rounds on both sides of it is told with the verdict.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
 
 NEAR = 0.9  # of ideal: from here on it counts as proportional
 MODELS = {"mlp": "little arithmetic for each parameter", "gpt": "much arithmetic for each parameter"}
-SIZES = {"mlp": (2, 4, 8, 12, 16), "gpt": (4, 8, 16)}  # workers; fewer for gpt, whose steps take a second
+SIZES = (2, 4, 8, 16)  # workers
 FEW_CORES = 4  # on so many or less, twice as many workers show what comes beyond the cores
 TALKING = ("ring", "shared", "ps", "ddp")
 ALONE, SILENT = "one", "independent"
+LUCK = "The fastest is whoever has the highest median of those that talk, which favours luck."
 LABELS = {"ring": "ring", "shared": "shared memory", "ps": "servers, colocated", "ddp": "DDP on Gloo",
           SILENT: "processes that never talk"}  # fmt: skip
-STEPS = {"mlp": 2, "gpt": 1}  # in each round, after one that is not timed
-ROUNDS = {"mlp": 4, "gpt": 3}
+FEW = 4  # workers: up to here results are near the bar
+TURNS = {"mlp": ((2, 4), (2, 3)), "gpt": ((2, 3), (1, 3))}  # few, many: steps, after one that is not timed; rounds
 
 
 def measure(quick: bool) -> list[Row]:
@@ -43,14 +45,15 @@ def measure(quick: bool) -> list[Row]:
     names = (SILENT, "ring", "ddp") if quick else (SILENT, *TALKING)
     rows = []
     for model in MODELS:
-        for workers in (min(cores, 4),) if quick else sizes(model, cores):
-            rows += measured(model, workers, names, cores, STEPS[model], 2 if quick else ROUNDS[model])
+        for workers in (min(cores, FEW),) if quick else sizes(cores):
+            steps, rounds = TURNS[model][workers > FEW]
+            rows += measured(model, workers, names, cores, steps, 2 if quick else rounds)
     return rows
 
 
-def sizes(model: str, cores: int) -> list[int]:
+def sizes(cores: int) -> list[int]:
     """Up to the cores, and where these are few, beyond them."""
-    found = {size for size in SIZES[model] if size <= cores} | {min(cores, max(SIZES[model]))}
+    found = {size for size in SIZES if size <= cores} | {min(cores, max(SIZES))}
     return sorted(found | ({2 * cores} if cores <= FEW_CORES else set()))
 
 
@@ -119,30 +122,68 @@ def share(row: Row, key: str = "speeds") -> float:
     return statistics.median(speedups(row, key)) / row["workers"]
 
 
+def shares(row: Row) -> list[float]:
+    """Of the ideal, by round."""
+    return [times / row["workers"] for times in speedups(row)]
+
+
 def judge(rows: Sequence[Row]) -> Verdict:
-    reached, texts = {}, []
-    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
+    models = _models(rows)
+    best = {model: best_of(rows, model) for model in models}
+    reached = {}
     for model in models:
-        best = best_of(rows, model)
-        bends = bend(best)
-        before = [workers for workers in best if bends is None or workers < bends]
+        bends = bend(best[model])
+        before = [workers for workers in best[model] if bends is None or workers < bends]
         reached[model] = before[-1] if before else 1
-        where = bends or max(best)
-        how = f"reaches {reached[model]} workers" if bends is None else f"bends at {bends} workers"
-        found = f"{model} {how}, with {share(best[where]):.0%} of ideal at best ({best[where]['name']})"
-        if bends is not None and bends < max(best):
-            found += f" and {share(best[max(best)]):.0%} at {max(best)}"
-        texts.append(f"{found}; {blame(rows, best[where])}")
-    told = ". ".join(texts)
-    full = [model for model in models if reached[model] == max(best_of(rows, model))]
+    told = "; ".join(_near_bar_text(model, best[model], reached[model]) for model in models)
+    torn = _torn_text(best)
+    told += f"; {torn}" if torn else ""
+    more = " ".join(_model_text(rows, model, best[model]) for model in models) + f" {LUCK}"
+    full = [model for model in models if reached[model] == max(best[model])]
     if len(full) == len(models):
-        return Verdict(word="holds", text=told)
+        return Verdict(word="holds", text=told, more=more)
     if full:
-        return Verdict(word="only if", text=f"there is {' or '.join(MODELS[model] for model in full)}: {told}")
+        text = f"there is {' or '.join(MODELS[model] for model in full)}: {told}"
+        return Verdict(word="only if", text=text, more=more)
     if max(reached.values()) > 1:
         few = " and ".join(f"up to {most} with {MODELS[model]}" for model, most in reached.items() if most > 1)
-        return Verdict(word="only if", text=f"there are few workers, {few}: {told}")
-    return Verdict(word="fails", text=told)
+        return Verdict(word="only if", text=f"there are few workers, {few}: {told}", more=more)
+    return Verdict(word="fails", text=told, more=more)
+
+
+def _models(rows: Sequence[Row]) -> list[str]:
+    return [model for model in MODELS if any(row["model"] == model for row in rows)]
+
+
+def _near_bar_text(model: str, best: Mapping[int, Row], reached: int) -> str:
+    """The share of ideal with the most workers that are not too many, and with the fewest that are."""
+    shown = [workers for workers in (reached, bend(best)) if workers in best]
+    return f"{model} has " + ", ".join(f"{_percent(shares(best[workers]))} of ideal with {workers}" for workers in shown)
+
+
+def torn(best: Mapping[int, Row]) -> list[int]:
+    """Numbers of workers with rounds on both sides of the bar."""
+    return [workers for workers, row in best.items() if min(shares(row)) < NEAR <= max(shares(row))]
+
+
+def _torn_text(best: Mapping[str, Mapping[int, Row]]) -> str:
+    found = {model: torn(of) for model, of in best.items() if torn(of)}
+    where = " and ".join(f"{model} at {' and '.join(map(str, counts))}" for model, counts in found.items())
+    return f"rounds of {where} are on both sides of {100 * NEAR:.0f} %" if found else ""
+
+
+def _model_text(rows: Sequence[Row], model: str, best: Mapping[int, Row]) -> str:
+    """Where it bends, what the fastest reaches with each number of workers, and who is to blame."""
+    bends = bend(best)
+    where = bends or max(best)
+    how = f"reaches {where} workers" if bends is None else f"bends at {bends} workers"
+    each = ", ".join(
+        f"{100 * share(row):.0f} % of ideal with {workers} ({LABELS[row['name']]})" for workers, row in best.items()
+    )
+    again = [workers for workers in best if workers > where and share(best[workers]) >= NEAR]
+    back = f" That it is above the bar again with {again[0]} shows how far rounds differ." if again else ""
+    name = f"{model[0].upper()}{model[1:]}"
+    return f"{name} {how}: the fastest has {each}.{back} {blame(rows, best[where])}"
 
 
 def best_of(rows: Sequence[Row], model: str) -> dict[int, Row]:
@@ -169,41 +210,85 @@ def losses(rows: Sequence[Row], row: Row) -> dict[str, float]:
 def blame(rows: Sequence[Row], row: Row) -> str:
     points = {name: 100 * value for name, value in losses(rows, row).items()}
     return (
-        f"lost are {100 * (1 - share(row)):.0f} points, of which processes that never talk lose "
-        f"{points['machine']:.0f} as well (the machine), waiting for the slowest takes {points['slowest']:.0f}, "
-        f"communication {points['communication']:.0f}"
+        f"With {row['workers']} it lacks {100 * (1 - share(row)):.0f} points: {points['communication']:.0f} by "
+        f"communication, {points['slowest']:.0f} by waiting for the slowest worker, {points['machine']:.0f} by the "
+        "machine, since processes that never talk lack them as well."
     )
 
 
 def table(rows: Sequence[Row]) -> Table:
-    lines = []
+    lines, before = [], None
     for row in rows:
         exposed = "" if row["exposed_s"] is None else f"{1e3 * row['exposed_s']:.0f}"
-        form = ",.0f" if min(row["speeds"]) >= 100 else ".1f"
+        group = (row["model"], row["workers"])
+        if group != before:
+            name = f"{row['model']}, 1 worker, in the rounds of {row['workers']}"
+            lines.append([name, _speeds(row["one"]), "1", "", ""])
+        before = group
         lines.append([
-            f"{row['model']}, {row['workers']} workers, {LABELS[row['name']]}", spread(row["speeds"], form),
-            spread(speedups(row), ".2f"), f"{share(row):.0%}", exposed,
+            f"{row['model']}, {row['workers']} workers, {LABELS[row['name']]}", _speeds(row["speeds"]),
+            spread(speedups(row), ".2f"), _percent(shares(row)), exposed,
         ])  # fmt: skip
-    rounds = {row["model"]: f"{row['model']}: {row['rounds']} rounds of {row['steps']}" for row in rows}
     cores = rows[0]["cores"]
-    beyond = f"; with more workers than the {cores} cores nothing is to be expected, and nothing is judged"
+    beyond = f". With more workers than the {cores} cores nothing is to be expected, and nothing is judged"
     return Table(
         headings=["", "samples/s", "speed-up", "of ideal", "communication that training waits for: ms/step"],
         lines=lines,
-        note=f"median (least to greatest) of interleaved rounds of steps ({', '.join(rounds.values())}), one thread "
-        "per worker, one host" + (beyond if any(row["workers"] > cores for row in rows) else ""),
+        note="One host, one thread per worker. Speed-up: each round's samples/s over those of the one worker in the "
+        f"same round, then the median, not the ratio of the medians beside it{_crossed_text(rows)}. Of ideal: "
+        f"speed-up over the number of workers. {LUCK} Communication that training waits for: the mean over ranks and "
+        "rounds, where Hora counts it" + (beyond if any(row["workers"] > cores for row in rows) else ""),
+        repeats=_repeats(rows),
     )
+
+
+def _speeds(values: Sequence[float]) -> str:
+    return spread(values, ",.0f" if min(values) >= 100 else ".1f")
+
+
+def _percent(values: Sequence[float]) -> str:
+    """The median in per cent, and from where to where."""
+    middle, low, high = (f"{100 * of(values):.0f}" for of in (statistics.median, min, max))
+    return f"{middle} %" if len(values) == 1 else f"{middle} % ({low} to {high})"
+
+
+def _crossed_text(rows: Sequence[Row]) -> str:
+    """An example of two whose order by the one is not that by the other, if there is one."""
+    for model in _models(rows):
+        for workers, best in best_of(rows, model).items():
+            group = [row for row in rows if (row["model"], row["workers"]) == (model, workers)]
+            talking = [row for row in group if row["name"] in TALKING]
+            most = max(talking, key=lambda row: statistics.median(row["speeds"]))
+            if share(most) < share(best):
+                told = [f"{LABELS[row['name']]} has {statistics.median(row['speeds']):,.1f} samples/s and "
+                        f"{statistics.median(speedups(row)):.2f}" for row in (most, best)]  # fmt: skip
+                return f" (so with {model} and {workers} workers {', '.join(told)})"
+    return ""
+
+
+def _repeats(rows: Sequence[Row]) -> str:
+    told = []
+    for model in _models(rows):
+        rounds, steps = ([row[key] for row in rows if row["model"] == model] for key in ("rounds", "steps"))
+        told.append(f"{model} {_from_to(rounds)} rounds of {_from_to(steps)}")
+    return f"{', '.join(told)} steps, interleaved; median (least to greatest)"
+
+
+def _from_to(values: Sequence[int]) -> str:
+    return str(min(values)) if min(values) == max(values) else f"{min(values)}-{max(values)}"
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
     from .figure import COLORS, dress, line
 
     colors = {"ring": COLORS["ring"], "shared": "tab:green", "ps": COLORS["sync"], "ddp": COLORS["ddp"], SILENT: "0.3"}
-    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
+    models = _models(rows)
     for axis, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
         mine = [row for row in rows if row["model"] == model]
         last, cores = max(row["workers"] for row in mine), mine[0]["cores"]
         axis.plot([1, last], [1, last], color=COLORS["ideal"], linestyle=":", label="ideal: n")
+        axis.plot([1, last], [NEAR, NEAR * last], color="0.8", linestyle="-.", linewidth=1,
+                  label=f"the bar: {100 * NEAR:.0f} % of it")  # fmt: skip
         if last > cores:
             axis.axvline(cores, color="0.8", linewidth=1)
             axis.annotate(f"{cores} cores", (cores, last), xytext=(3, 0), textcoords="offset points", va="top",
@@ -215,7 +300,9 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
                 line(axis, {1: [1.0], **points}, LABELS[name], color=colors[name], linestyle=style)
         best = best_of(rows, model)
         where = f"bends at {bends} workers" if (bends := bend(best)) else f"reaches {max(best)} workers"
-        dress(axis, f"{model}, {MODELS[model]}: {where}", "n, workers", "times as fast as one worker")
+        both = f"rounds on both sides of the bar at {' and '.join(map(str, torn(best)))}" if torn(best) else ""
+        title = f"{model}, {MODELS[model]}: {where}\n{both}".strip()
+        dress(axis, title, "n, workers", "times as fast as one worker")
         axis.set_xticks(sorted({1, *(row["workers"] for row in mine)}))
         axis.set_ylim(bottom=0)
 
@@ -228,11 +315,15 @@ CLAIM = Claim(
     f"{NEAR:.0%} of n times one worker's speed; only if it does so for one model, or up to some number of workers; "
     "fails if already the fewest workers are too many for both",
     needs="two cores or more: it takes as many workers as there are cores, up to 16",
-    minutes=(1, 4),
+    minutes=(1, 5),
     measure=measure,
     judge=judge,
     table=table,
     draw=draw,
     obstacle=obstacle,
     figure_size=(11.0, 4.8),
+    changed="The record from 16 cores is of a tree with this claim on top of commit 8df4ce9, before it was committed. "
+    "What it shows is noisy where it decides, with gpt in 3 rounds of one step and never with 2 workers: the next full "
+    "measurement has gpt with 2 workers too and with 2 steps in a round up to 4 workers, and leaves 12 workers out. "
+    "The rule is as it was.",
 )

@@ -86,8 +86,9 @@ class Group:
         self.accord: Accord = Accord(transport, control) if whole is None else Deputy(transport, control, whole.accord)
         self._staging = shared.Staging.open(transport) if transport.shares_memory else None
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._turn = threading.RLock()
+        self._turn = threading.RLock()  # whoever has it makes a call
         self._outstanding = 0
+        self._counting = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Pending, Plan, Any] | None] | None = None
         self._letters: queue.SimpleQueue[Handle | None] | None = None
         self._thread: threading.Thread | None = None
@@ -180,7 +181,10 @@ class Group:
             if not overwrite and host.data_ptr() == t.data_ptr():
                 host = host.clone()
             share = moves.reduce_scatter(self, host, operation).to(t.device)
-            return share if overwrite else share.clone()  # which keeps no more than itself
+            if overwrite:
+                _changed(t)
+                return share
+            return share.clone() if share.is_cpu else share  # which keeps no more than itself
 
         plan = self._plan(
             ("reduce_scatter", op, tensor.dtype, tensor.shape, overwrite, name),
@@ -479,7 +483,7 @@ class Group:
             torch.cuda.current_stream(argument.device).synchronize()  # the thread has a stream of its own
         pending = Pending()
         pending.inference = torch.is_inference_mode_enabled()
-        with self._turn:
+        with self._counting:
             self._outstanding += 1
         if self._queue is None:
             self._queue = queue.SimpleQueue()
@@ -496,9 +500,11 @@ class Group:
                 with torch.inference_mode(pending.inference):
                     pending._run(functools.partial(self.perform, plan, argument))
                 self.transport.background = False
-                self._outstanding -= 1
+                with self._counting:
+                    self._outstanding -= 1
             if pending.unseen is not None:
                 self._unwaited.append((plan.text, pending))
+            del job, pending, plan, argument  # tensors must not stay until the next call
         self._thread_done.set()
 
     def _in_place(
@@ -511,7 +517,7 @@ class Group:
         if finish and result:
             finish()
         if result and version is not None and tensor._version == version:
-            increment_version(tensor)  # bytes that arrive go past torch, and autograd must know that values changed
+            _changed(tensor)
         return tensor
 
     def _on_device(self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None]) -> torch.Tensor:
@@ -521,8 +527,8 @@ class Group:
         work(flat)
         if flat.data_ptr() != plain.data_ptr():
             plain.copy_(flat.view(plain.shape))
-        elif not tensor.is_inference():
-            increment_version(tensor)
+        else:
+            _changed(tensor)
         return tensor
 
     def _flat(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
@@ -584,6 +590,12 @@ class Group:
 
 def _by_host(group: Group, flat: torch.Tensor, operation: Operation, between: Between) -> None:
     group.by_host(flat, operation, between)
+
+
+def _changed(tensor: torch.Tensor) -> None:
+    """Bytes that arrive go past torch, and autograd must know that values changed."""
+    if not tensor.is_inference():
+        increment_version(tensor)
 
 
 def _refuse_expanded(tensor: torch.Tensor) -> None:

@@ -325,6 +325,9 @@ class Launch:
                     self._desk.report_exit(child.rank, child.role)
             elif self._asked is None and self._unstarted is None:
                 self._weigh(child, now)
+        if (echo := self._lone_echo) and not self._running("worker") and not self._running("server"):
+            self._blame(echo)  # nobody is left who could be the cause
+            self._plan_failed(now)
         for child in ended:
             if isinstance(child, Remote):
                 child.out.close()
@@ -347,7 +350,7 @@ class Launch:
         if child.echo:
             self._echo = self._echo or child
         else:
-            if self._echo is not None:
+            if self._lone_echo is not None:
                 self._plan_failed(now)
             self._blame(child)
 
@@ -416,12 +419,17 @@ class Launch:
         self._plan = deque((now + after, number) for after, number in steps)
         self._plan.append((self._plan[-1][0] + GIVE_UP_S, None))
 
+    @property
+    def _lone_echo(self) -> Child | None:
+        """Who lost another, if the run stops for that and the other has not ended yet."""
+        return self._echo if self._cause is None and self._asked is None else None
+
     def _plan_failed(self, since: float) -> None:
         self._plan_stop(since, (REACT_S, signal.SIGTERM), (FAILED_KILL_S, signal.SIGKILL))
 
     def _ask(self, number: int, now: float) -> None:
         """Someone wants the run to stop; whoever asks a second time wants it now."""
-        if self._stopping:
+        if self._stopping and self._lone_echo is None:
             self._plan_stop(now, (0.0, signal.SIGKILL))
             return
         running = self._running()
@@ -457,8 +465,8 @@ class Launch:
     def _escalate(self, now: float) -> None:
         while self._plan and now >= self._plan[0][0]:
             _, number = self._plan.popleft()
-            if self._cause is None and self._echo is not None:
-                self._blame(self._echo)
+            if echo := self._lone_echo:
+                self._blame(echo)
             if number is None:
                 self._gave_up = True
                 return
@@ -499,8 +507,8 @@ class Launch:
                 child.read_rest(time.monotonic())
                 for fd in list(child.pipes):
                     child.close_pipe(fd)
-        if self._cause is None and self._echo is not None:
-            self._blame(self._echo)
+        if echo := self._lone_echo:
+            self._blame(echo)
         self._show.close_panel()
         self._screen.close()
         self._selector.close()

@@ -1,4 +1,4 @@
-"""Couriers: how a bucket's gradients get around. Both take buckets in order and have nobody wait until `finish`.
+"""Couriers: how a bucket's gradients get around. Both take buckets in order; the mean is there after `finish`.
 
 - `Mail`: through registered memory on one host. With as many workers as cores the training thread itself does what is
   to be done, as soon as its peers have come: there is nobody else to do it. With cores to spare a thread does.
@@ -292,7 +292,7 @@ class Calls(Courier):
         copied = not (bucket.contiguous and self.keep)
         if copied:
             while sum(journey.copy is not None for journey in self._under_way) >= MAX_COPIES:
-                self._land(self._under_way.popleft())
+                self._land()
         begin = time.perf_counter()
         n = self.group.size
         copy = self._copy(bucket, views) if copied else None
@@ -320,7 +320,7 @@ class Calls(Courier):
     def finish(self) -> None:
         started = spans.clock() if spans.on else 0
         while self._under_way:
-            self._land(self._under_way.popleft())
+            self._land()
         self.traffic.sent_bytes += sum(self.group.sent_bytes) - self._sent
         if spans.on:
             spans.add(TRAINING, "exchange", started, what="gradients")
@@ -336,7 +336,8 @@ class Calls(Courier):
         kind = (bucket.dtype, bucket.device)
         spare = self._copies.setdefault(kind, [])
         if not spare:
-            most = max(other.numel for other in self.buckets if (other.dtype, other.device) == kind)
+            alike = [other for other in self.buckets if (other.dtype, other.device) == kind]
+            most = max(other.numel for other in alike if not (other.contiguous and self.keep))
             spare.append(torch.empty(most, dtype=bucket.dtype, device=bucket.device))
         copy = spare.pop()
         for start, stop in bucket.gaps:
@@ -345,14 +346,16 @@ class Calls(Courier):
             copy[segment.offset : segment.offset + segment.stop - segment.start].copy_(view)
         return copy
 
-    def _land(self, journey: Journey) -> None:
-        """Waits for one and puts the mean where it belongs."""
+    def _land(self) -> None:
+        """Waits for the oldest and puts the mean where it belongs. Who is interrupted here may call again."""
+        journey = self._under_way[0]
         bucket, handle = journey.bucket, journey.handle
         result = self._wait(handle)
         self.traffic.comm_s += handle.seconds
         if spans.on:
             self._arrived(bucket, journey.launched, handle.ended, handle.seconds)
         if journey.copy is None:
+            self._under_way.popleft()
             return
         begin = time.perf_counter()
         base = 0 if self.keep else self.group.rank * bucket.stride
@@ -361,6 +364,7 @@ class Calls(Courier):
             if self.keep or segment.owner == self.group.rank:
                 at = segment.offset - base
                 view.copy_(flat[at : at + segment.stop - segment.start])
+        self._under_way.popleft()
         self._copies[bucket.dtype, bucket.device].append(journey.copy)
         self.traffic.spend(begin)
 

@@ -24,7 +24,7 @@ from .. import spans
 from ..buckets import Backward, Bucket
 from ..collectives.base import Group
 from ..errors import HoraError
-from ..lanes import balanced_lanes, flatten
+from ..lanes import balanced_lanes, flatten, is_alone
 from ..roster import Roster
 from ..wire.tally import Tally
 from ..wire.wire import Wire
@@ -280,7 +280,7 @@ class Replicated(Watching, Sync):
                     f"the gradient of {self.roster.names[index]} is sparse now, and was dense in the first backward(): "
                     "every worker's must be of one kind"
                 )
-            elif grad.stride() != parameter.stride():
+            elif grad.stride() != parameter.stride() or not is_alone(grad):
                 with torch.no_grad():
                     grad = parameter.grad = torch.empty_like(parameter).copy_(grad)
             flat = self._flats[index] = flatten(grad.detach())

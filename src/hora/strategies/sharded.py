@@ -16,6 +16,8 @@ are gathered after the step. Which share is whose depends on the models and the 
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
 import time
 from collections.abc import Iterable
@@ -277,16 +279,23 @@ class Sharded(Replicated):
         if key not in self._rounds:
             parameters, limit = self.roster.parameters, self.strategy.bucket_bytes
             self._rounds[key] = plan(indices, parameters, self._lanes(), limit, self._group.size)
-        me, under_way = self._group.rank, None
-        for bucket in self._rounds[key]:
-            pieces = [laid(self.roster.parameters[s.index])[s.start : s.stop] for s in bucket.segments if s.owner == me]
-            mine = torch.cat(pieces) if pieces else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
-            parts = self._group.all_gather(mine, name="updated shares", wait=False)
-            if under_way is not None:
-                self._spread(*under_way)
-            under_way = bucket, parts
-        if under_way is not None:
-            self._spread(*under_way)
+        me = self._group.rank
+        under_way: collections.deque[tuple[Bucket, Pending]] = collections.deque()
+        try:
+            for bucket in self._rounds[key]:
+                pieces = [laid(self.roster.parameters[s.index])[s.start : s.stop]
+                          for s in bucket.segments if s.owner == me]  # fmt: skip
+                mine = torch.cat(pieces) if pieces else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+                under_way.append((bucket, self._group.all_gather(mine, name="updated shares", wait=False)))
+                if len(under_way) > 1:
+                    self._spread(*under_way.popleft())
+            while under_way:
+                self._spread(*under_way.popleft())
+        except BaseException:
+            for _, parts in under_way:  # what went wrong is told once
+                with contextlib.suppress(BaseException):
+                    parts.wait()
+            raise
 
     def _spread(self, bucket: Bucket, parts: Pending) -> None:
         """What came of the others' shares goes into the parameters."""

@@ -14,8 +14,8 @@ The seam between the training loop, as PyTorch's hooks see it, and the architect
     snapshot()                    collective: complete parameters, buffers and optimizer state of one step
     unbind(), close()
 
-All are called on the training thread, all but before_forward and bucket_ready may block, and a lost peer raises
-PeerLost out of any of them. The one commit point of a step is open_step: until then no parameter has changed.
+All are called on the training thread, all but before_forward may block, and a lost peer raises PeerLost out of any of
+them. The one commit point of a step is open_step: until then no parameter has changed.
 A worker that leaves its loop ends the others' exchange with Halt: the step under way is then dropped on every worker.
 """
 
