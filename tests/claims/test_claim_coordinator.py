@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hora.claims import coordinator
-from hora.claims.claim import Row
+from hora.claims.claim import MAX_TEXT, Row
 
 METRICS_OFF = False
 
@@ -36,15 +36,41 @@ def story(ring: float, local: float) -> list[Row]:
 @pytest.mark.parametrize(
     ("ring", "local", "said"),
     [
-        (0.002, 0.004, "holds: the coordinator's share"),
+        (0.002, 0.004, "holds: of the tensors' bytes it carries"),
         (0.002, 0.04, "only if the strategy is ring: "),
-        (0.02, 0.04, "fails: the coordinator's share"),
+        (0.02, 0.04, "fails: of the tensors' bytes it carries"),
     ],
 )
 def test_the_verdict_looks_at_large_models_with_metrics(ring: float, local: float, said: str) -> None:
-    found = str(coordinator.judge(story(ring, local)))
-    assert "so by design, not a finding" in found
-    assert found.startswith(said) and f"ring {100 * ring:.2g} %, local:every=8 {100 * local:.2g} %" in found
+    verdict = coordinator.judge(story(ring, local))
+    assert "so by design, not a finding" in verdict.more and len(verdict.text) <= MAX_TEXT
+    figures = f"{100 * ring:.2g} % under ring, {100 * local:.2g} % under local:every=8; the bar is 1 %"
+    assert str(verdict).startswith(said) and figures in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({2: 5200, 4: 16500, 8: 54500}, "Set-up grows nearly with the square of the workers (to the power of 1.7): "),
+        ({2: 5000, 4: 13000}, "Set-up grows faster than the workers (to the power of 1.4): "),
+        ({2: 5000, 8: 20000}, "Set-up grows no faster than the workers (to the power of 1.0): "),
+    ],
+)
+def test_how_set_up_grows_is_computed(sizes: dict[int, int], said: str) -> None:
+    met = [
+        row("ring", 0.001, workers=workers, meeting={"bytes": num_bytes, "by_kind": {"join": [workers, 600]}})
+        for workers, num_bytes in sizes.items()
+    ]
+    assert said in coordinator.judge(met).more
+    assert "Set-up" not in coordinator.judge(met[:1]).more
+
+
+def test_reports_are_told_to_go_by_the_clock() -> None:
+    long = row("ring", 0.002, params=10_000_000)
+    long["repeats"] = [{**repeat, "seconds": 4.0, "by_kind": {"report": [20, 40_000]}} for repeat in long["repeats"]]
+    more = coordinator.judge([row("ring", 0.002), long]).more
+    assert "1.2 a second from each process" in more  # 10 reports in 2 s, 20 in 4 s, of four processes
+    assert "1800 bytes in a step of 200 ms and 4000 bytes in a step of 400 ms" in more
 
 
 def test_it_fails_where_somebody_began_without_the_coordinator() -> None:
@@ -55,12 +81,12 @@ def test_it_fails_where_somebody_began_without_the_coordinator() -> None:
 def test_the_table_tells_reports_from_samples() -> None:
     told = coordinator.table(story(0.002, 0.004))
     assert {len(line) for line in told.lines} == {len(told.headings)}
-    name, met, passed, reports, samples, tensors, share, step = told.lines[2]
-    assert (name, met) == ("ring, 4 × 1 M", "14, 5.0 kB")
+    name, requests, met, passed, reports, samples, tensors, share, step = told.lines[2]
+    assert (name, requests, met) == ("ring, 4 × 1 M", "14", "5.0")
     assert (passed, reports, samples) == ("2000 (2000 to 2000)", "1800", "200")
     assert (tensors, share, step) == ("1.00", "0.2 %", "200 (200 to 200)")
     assert told.lines[-1][0].endswith("no metrics") and "join 4, put 10" in told.note
-    assert "3 turns of 10 steps" in told.note
+    assert "3 turns of 10 steps" in told.repeats and told.headings[1:3] == ["set-up: requests", "set-up: kB"]
 
 
 def test_the_figure_is_drawn_from_the_rows() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hora.claims import lines
+from hora.claims.claim import MAX_TEXT
 
 PAST_GUESSING = 20.0  # per cent; a guess has 10
 
@@ -25,7 +26,25 @@ def rows(**changed: int) -> list[dict[str, Any]]:
 def test_every_verdict_can_come_out(ours: int, ddp: int, word: str) -> None:
     verdict = lines.judge(rows(ours=ours, ddp=ddp))
     assert verdict.word == word
-    assert f"{ours} changed lines with Hora" in verdict.text
+    assert f"{ours} " in verdict.text and f"DDP {ddp}" in verdict.text
+    assert len(verdict.text) <= MAX_TEXT
+
+
+def test_only_if_says_which_half_is_not_so() -> None:
+    text = lines.judge(rows(ours=11, ddp=16)).text
+    assert text.startswith("11 lines of 48 are few: fewer than in every other style (DDP 16, Horovod 20,")
+    assert text.endswith("but not within 10")
+    assert lines.judge(rows(ours=9, ddp=9)).text.startswith("they need not be the fewest: 9 of 48 lines")
+
+
+def test_it_is_said_what_was_not_run() -> None:
+    ones = rows()
+    ones[0]["ran"] = {"ring": 50.0, "ps": 50.0}
+    assert lines.judge(ones).more == (
+        "Run here: Hora's script under 2 architectures without another change. "
+        "Not run, only compiled: DDP, Horovod, TensorFlow's servers."
+    )
+    assert [cells[-1] for cells in lines.table(ones).lines] == ["ring, ps", *3 * ["not run, only compiled"]]
 
 
 def test_a_new_a_lost_and_a_different_line_count_once_each() -> None:
@@ -90,9 +109,10 @@ def test_the_table_has_a_line_for_every_style() -> None:
     table = lines.table(rows())
     assert [cells[0] for cells in table.lines] == [style.name for style in lines.STYLES]
     assert all(len(cells) == len(table.headings) for cells in table.lines)
+    assert "written by Hora's authors" in table.note and "(Hora: +11 −6 make 8)" in table.note
 
 
 def test_it_can_be_drawn() -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
     lines.draw(rows(), figure)
-    assert len(figure.axes) == 2
+    assert [len(axis.patches) for axis in figure.axes] == 4 * [len(lines.STYLES)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hora.claims import master
-from hora.claims.claim import Row
+from hora.claims.claim import MAX_TEXT, Row
 
 HOSTS = (2, 4, 8, 16)
 
@@ -29,7 +29,11 @@ LIMIT = [0.5, 0.75, 0.875, 0.9375]  # of a perfect ring
 @pytest.mark.parametrize(
     ("star", "ring", "said"),
     [
-        (LINE, [1.0, 1.1, 1.1, 1.2], "holds: from 2 to 16 hosts the star's time grows 15.0-fold"),
+        (
+            LINE,
+            [1.0, 1.1, 1.1, 1.2],
+            "holds: the ring is flat (each doubling adds at most 25 %): its time grows by 10 %",
+        ),
         (LINE, LIMIT, "only if the ring has 4 hosts or more"),
         (LINE, [1.0, 2.0, 4.0, 4.1], "only if the ring has 8 hosts or more"),
         (LINE, LINE, "fails: the ring is not flat"),
@@ -38,12 +42,22 @@ LIMIT = [0.5, 0.75, 0.875, 0.9375]  # of a perfect ring
     ],
 )
 def test_the_verdict_is_the_rules(star: list[float], ring: list[float], said: str) -> None:
-    assert str(master.judge(rows(star, ring))).startswith(said)
+    verdict = master.judge(rows(star, ring))
+    assert str(verdict).startswith(said) and len(verdict.text) <= MAX_TEXT
 
 
 def test_even_a_perfect_ring_is_told_to_grow() -> None:
-    assert "1.50-fold from 2 to 4 (its links alone: 1.50-fold)" in master.judge(rows(LINE, LIMIT)).text
+    verdict = master.judge(rows(LINE, LIMIT))
+    assert "a perfect ring is not so from 2 on either): its time grows by 50 % from 2 to 4, 17 %" in verdict.text
+    assert "7 % from 8 to 16" in verdict.text and "rounds differ by up to 10.0 %" in verdict.text
+    assert "A perfect ring would not make the sentence hold either" in verdict.more
     assert "Even a perfect ring grows" in master.CLAIM.rule
+
+
+def test_a_ring_whose_links_are_flat_is_not_excused() -> None:
+    flat = [row | {"limit_s": 0.4} for row in rows(LINE, LIMIT)]
+    verdict = master.judge(flat)
+    assert verdict.word == "only if" and "perfect" not in verdict.text + verdict.more
 
 
 def test_the_root_of_the_star_adds_everybody_s_vector_and_a_rank_of_the_ring_less_than_one() -> None:
@@ -55,7 +69,8 @@ def test_the_table_has_a_line_for_each_algorithm_and_number_of_hosts() -> None:
     told = master.table(rows(LINE, LIMIT))
     assert [line[0] for line in told.lines][:3] == ["2, star", "2, ring", "4, star"]
     assert {len(line) for line in told.lines} == {len(told.headings)}
-    assert "1000 (900 to 1000)" in told.lines[0] and "3 interleaved rounds" in told.note
+    assert "1000 (900 to 1000)" in told.lines[0] and told.repeats.startswith("3 rounds, interleaved")
+    assert "additions per element, by schedule" in told.headings
 
 
 def test_the_figure_is_drawn_from_the_rows() -> None:
@@ -63,3 +78,6 @@ def test_the_figure_is_drawn_from_the_rows() -> None:
     drawn = figures.Figure()
     master.draw(rows(LINE, LIMIT), drawn)
     assert len(drawn.axes) == 3
+    _, alone, adding = drawn.axes
+    assert "by schedule" in adding.get_title()
+    assert alone.get_ylim()[1] > 1.1 * 0.9 * LIMIT[-1] * 16 / 15  # 2·S/B lies below the frame

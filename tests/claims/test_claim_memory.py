@@ -11,6 +11,7 @@ import pytest
 from hora.bench import peak
 from hora.bench.launched import launched
 from hora.claims import memory
+from hora.claims.claim import MAX_TEXT
 from hora.claims.memory import CLAIM, LOCAL, RING
 
 PARAMETERS = 1_000_000
@@ -56,23 +57,43 @@ def rows(local: float, served: float, sharded: float) -> list[dict[str, Any]]:
     [(10, 8, 12, "holds"), (20.5, 8, 12, "only if"), (20.5, 16, 16, "fails"), (15.7, 15.7, 15.8, "only if")],
 )
 def test_each_that_is_said_to_save_is_judged(local: float, served: float, sharded: float, word: str) -> None:
-    assert CLAIM.judge(rows(local, served, sharded)).word == word
+    verdict = CLAIM.judge(rows(local, served, sharded))
+    assert verdict.word == word and len(verdict.text) <= MAX_TEXT
 
 
 def test_the_verdict_names_who_saves_and_what_all_need_together() -> None:
-    text = CLAIM.judge(rows(20.5, 8, 12)).text
-    savers = "ps, 1 server; or ps, 2 servers; or ring:update=sharded"
-    assert text.startswith(f"it is {savers}: a worker needs 16.5 bytes per parameter under the ring")
-    assert "Local SGD: 20.5 under local:every=4; servers: 8.0 under ps, 1 server" in text
-    assert "ring 33; ring:update=sharded 24; ps, 1 server 32" in text
+    verdict = CLAIM.judge(rows(20.5, 8, 12))
+    assert verdict.text == (
+        "it is servers (8.0 and 8.0) or sharded updates (12.0), in bytes per parameter of a worker against the ring's "
+        "16.5; Local SGD needs more (20.5); repeats within 0.0"
+    )
+    assert "ring 33; ring:update=sharded 24; ps, 1 server 32" in verdict.more
+
+
+def test_the_verdict_names_the_setups_where_not_all_save() -> None:
+    ones = [*rows(20.5, 8, 15.9), row("shared:update=sharded", 12)]
+    text = CLAIM.judge(ones).text
+    assert "or sharded updates over shared memory (12.0), in bytes" in text
+    assert text.endswith("sharded updates over the ring save too little (15.9); repeats within 0.0")
+    assert len(text) <= MAX_TEXT
+
+
+def test_a_saving_that_repeats_would_judge_otherwise_is_on_the_edge() -> None:
+    ones = rows(20.5, 8, 15.8)
+    sharded = ones[1]
+    sharded["with"] = [row(sharded["setup"], need)["with"][0] for need in (15.6, 16.0)]
+    text = CLAIM.judge(ones).text
+    assert "sharded updates over the ring save too little (15.8, on the edge of 0.8 less); repeats within 0.4" in text
+    assert "servers (8.0 and 8.0)" in text
 
 
 def test_the_verdict_names_what_the_plain_peak_says_otherwise() -> None:
-    assert "As top shows it, shared memory in full for each, the same save. " in CLAIM.judge(rows(20.5, 8, 12)).text
+    told = "As top shows it, which counts shared memory in full for each process, "
+    assert CLAIM.judge(rows(20.5, 8, 12)).more.startswith(f"{told}the same would save. ")
     ones = [*rows(20.5, 8, 12), row("shared:update=sharded", 12, mapped=8)]
     verdict = CLAIM.judge(ones)
-    assert "or shared:update=sharded: a worker needs" in verdict.text
-    assert "in full for each, shared:update=sharded does not save (20.0) against the ring 16.5. " in verdict.text
+    assert "sharded updates (12.0 and 12.0)" in verdict.text
+    assert verdict.more.startswith(f"{told}shared:update=sharded (20.0) would not save against the ring's 16.5. ")
 
 
 def test_a_run_needs_what_its_processes_had_at_one_moment() -> None:
@@ -83,8 +104,11 @@ def test_a_run_needs_what_its_processes_had_at_one_moment() -> None:
 
 def test_one_setup_that_does_not_save_is_enough() -> None:
     verdict = CLAIM.judge([*rows(10, 8, 12), row("shared:update=sharded", 16)])
-    assert verdict.word == "only if" and verdict.text.startswith("it is local:every=4; or ps, 1 server; or")
-    assert "shared:update=sharded" not in verdict.text.partition("a worker needs")[0]
+    assert verdict.word == "only if"
+    assert verdict.text.startswith(
+        "it is Local SGD (10.0) or servers (8.0 and 8.0) or sharded updates over the ring (12.0)"
+    )
+    assert "sharded updates over shared memory save too little (16.0)" in verdict.text
 
 
 @pytest.mark.parametrize(
@@ -106,9 +130,11 @@ def test_table_and_figure() -> None:
     ones = rows(20.5, 8, 12)
     told = CLAIM.table(ones)
     assert len(told.lines) == len(ones) and {len(line) for line in told.lines} == {len(told.headings)}
-    assert "1.0 M float32 parameters" in told.note and "2 repeats" in told.note
-    matplotlib = pytest.importorskip("matplotlib.figure")
-    CLAIM.draw(ones, matplotlib.Figure(figsize=CLAIM.figure_size, layout="constrained"))
+    assert "1.0 M float32 parameters" in told.note and told.repeats.startswith("2 repeats")
+    assert "the workers of sharded updates share the memory of the parameters" in told.note
+    drawn = pytest.importorskip("matplotlib.figure").Figure(figsize=CLAIM.figure_size, layout="constrained")
+    CLAIM.draw(ones, drawn)
+    assert drawn.axes[1].get_title() == "All processes of a run with 2 or 1 workers"
 
 
 @pytest.mark.timeout(240)

@@ -8,7 +8,7 @@ import pytest
 
 from hora.bench.train_conductor import Contestant
 from hora.claims import speedup
-from hora.claims.claim import Row
+from hora.claims.claim import MAX_TEXT, Row
 
 
 def row(model: str, name: str, workers: int, share: float, cores: int = 16, lockstep: float | None = None) -> Row:
@@ -33,20 +33,41 @@ def rows(shares: dict[str, dict[int, float]], cores: int = 16) -> list[Row]:
 def test_it_holds_where_both_models_reach_all_cores() -> None:
     verdict = speedup.judge(rows({"mlp": {2: 0.95, 16: 0.91}, "gpt": {2: 0.95, 16: 0.92}}))
     assert verdict.word == "holds"
-    assert "gpt reaches 16 workers, with 92% of ideal at best (ring)" in verdict.text
+    assert verdict.text == "of ideal, mlp has 91 % (91 to 91) with 16, gpt has 92 % (92 to 92) with 16"
+    assert "The speed of gpt reaches 16 workers: of ideal the fastest has 95 % with 2 (ring), 92 %" in verdict.more
 
 
 def test_it_holds_only_for_the_model_that_reaches_all_cores() -> None:
     verdict = speedup.judge(rows({"mlp": {2: 0.95, 4: 0.85, 16: 0.5}, "gpt": {4: 0.95, 16: 0.92}}))
     assert verdict.word == "only if"
     assert verdict.text.startswith("there is much arithmetic for each parameter: ")
-    assert "mlp bends at 4 workers, with 85% of ideal at best (ring) and 50% at 16" in verdict.text
+    assert "mlp has 95 % (95 to 95) with 2 and 85 % (85 to 85) with 4, gpt has 92 %" in verdict.text
+    assert (
+        "mlp bends at 4 workers: of ideal the fastest has 95 % with 2 (ring), 85 % with 4 (ring), 50 %" in verdict.more
+    )
+    assert "With 4 it lacks 15 points: 11 by communication, 2 by waiting" in verdict.more
 
 
 def test_it_holds_only_for_few_workers() -> None:
     verdict = speedup.judge(rows({"mlp": {2: 0.8, 16: 0.5}, "gpt": {4: 0.95, 16: 0.7}}))
     assert verdict.word == "only if"
     assert verdict.text.startswith("there are few workers, up to 4 with much arithmetic for each parameter: ")
+    assert len(verdict.text) <= MAX_TEXT
+
+
+def test_rounds_on_both_sides_of_the_bar_are_told() -> None:
+    found = rows({"mlp": {2: 0.92, 4: 0.8}, "gpt": {2: 0.95, 4: 0.7}})
+    assert "both sides" not in speedup.judge(found).text
+    found[1]["speeds"][0] *= 0.9  # the ring of mlp with 2: 83 % in one round, 92 % in the others
+    assert speedup.judge(found).text.endswith("; rounds of mlp at 2 are on both sides of 90 %")
+    found[4]["speeds"][1] *= 1.2
+    assert "rounds of mlp at 2 and 4 are on both" in speedup.judge(found).text
+
+
+def test_who_bends_and_comes_back_above_the_bar_is_told_to_be_noise() -> None:
+    verdict = speedup.judge(rows({"mlp": {2: 0.89, 4: 0.94, 16: 0.5}, "gpt": {2: 0.95, 16: 0.5}}))
+    assert "above the bar again with 4 shows how far rounds differ" in verdict.more
+    assert verdict.more.count("above the bar again") == 1 and "favours luck" in verdict.more
 
 
 def test_it_fails_where_the_fewest_are_too_many() -> None:
@@ -74,17 +95,25 @@ def test_who_talks_is_as_fast_as_the_slowest_and_who_does_not_need_not_wait() ->
 
 
 def test_there_are_as_many_workers_as_cores_and_beyond_where_these_are_few() -> None:
-    assert speedup.sizes("mlp", 2) == speedup.sizes("gpt", 2) == [2, 4]
-    assert speedup.sizes("mlp", 6) == [2, 4, 6]
-    assert speedup.sizes("mlp", 16) == [2, 4, 8, 12, 16] == speedup.sizes("mlp", 64)
+    assert speedup.sizes(2) == [2, 4]
+    assert speedup.sizes(6) == [2, 4, 6]
+    assert speedup.sizes(16) == [2, 4, 8, 16] == speedup.sizes(64)
 
 
 def test_every_row_is_in_the_table_and_the_figure_is_drawn() -> None:
     figure: Any = pytest.importorskip("matplotlib.figure").Figure()
     found = rows({"mlp": {2: 0.95, 4: 0.5}, "gpt": {2: 0.9, 4: 0.5}}, cores=2)
     told = speedup.table(found)
-    assert len(told.lines) == len(found)
+    assert len(told.lines) == len(found) + 4  # with the one worker of each group
     assert {len(cells) for cells in told.lines} == {len(told.headings)}
-    assert "3 rounds of 2" in told.note and "2 cores" in told.note
+    assert told.lines[0][:3] == ["mlp, 1 worker, in the rounds of 2", "11.0 (10.0 to 12.0)", "1"]
+    assert "mlp 3 × 2, gpt 3 × 2" in told.repeats and "2 cores" in told.note and "(so with" not in told.note
     speedup.draw(found, figure)
     assert len(figure.axes) == 2
+
+
+def test_columns_whose_orders_differ_are_explained_by_an_example() -> None:
+    found = rows({"gpt": {4: 0.9}})
+    found[2]["speeds"] = [20.0, 41.0, 42.0]  # DDP: more samples/s in the median, but not over the one worker's
+    found[1]["speeds"] = [38.0, 40.0, 39.0]
+    assert "DDP on Gloo has 41.0 samples/s and 3.42, ring has 39.0 samples/s and 3.55" in speedup.table(found).note

@@ -319,8 +319,8 @@ def table(rows: Sequence[Row]) -> Table:
         "the networks without and with momentum are trained side by side in one run. "
         f"The {repeats * seeds} differences come {seeds} to a run and share its timing, so they tell less than "
         f"{repeats * seeds} independent ones would. Seconds to {SHORT_OF * 100:g} below sync: until the mean of the "
-        f"seeds first comes to {SHORT_OF * 100:g} points below where sync ends, median of the runs. % at sync's rate: where "
-        "the mode ends at the learning rate that is best for sync; 10 % is chance, training has diverged. "
+        f"seeds first comes to {SHORT_OF * 100:g} points below where sync ends, median of the runs. % at sync's "
+        "rate: where the mode ends at the learning rate that is best for sync; 10 % is chance, training has diverged. "
         f"{_edges(rows)}",
         repeats=f"{repeats} run{'s' * (repeats > 1)} of {seeds} seeds, interleaved, and {sweep_seeds} seeds in the "
         "sweep; mean ± standard error",
@@ -433,8 +433,9 @@ CLAIM = Claim(
     figure_size=(15.0, 8.0),
     changed="The learning rates grew from seven to eight, since sync's best lay at the edge, the pauses were "
     "lengthened, and the accuracy at the end became the mean over the last fifth. A full run with seven rates was "
-    "'only if momentum is 0.9' by this rule (async +19 % samples/s and -0.79 ± 0.25 points, ssp +22 % and -0.69 ± 0.28); one "
-    "with eight, which chose the same rates, was 'only if gradients come late' (async +11 % and -0.70 ± 0.35, ssp +3 % "
-    "and -0.74 ± 0.25): timing and chance turned it. Because of that it is now measured in 4 runs of 4 seeds instead "
-    "of 3 of 3 (with one seed a run that chooses the rate instead of two), and the sweep with 5 seeds instead of 3.",
+    "'only if momentum is 0.9' by this rule (async +19 % samples/s and -0.79 ± 0.25 points, ssp +22 % and -0.69 ± "
+    "0.28); one with eight, which chose the same rates, was 'only if gradients come late' (async +11 % and -0.70 ± "
+    "0.35, ssp +3 % and -0.74 ± 0.25): timing and chance turned it. Because of that it is now measured in 4 runs of 4 "
+    "seeds instead of 3 of 3 (with one seed a run that chooses the rate instead of two), and the sweep with 5 seeds "
+    "instead of 3.",
 )

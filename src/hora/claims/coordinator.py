@@ -236,9 +236,9 @@ def _lines(axis: Any, rows: Sequence[Row], key: str, title: str, x: str) -> None
         mine = sorted((row for row in rows if row["strategy"] == name), key=lambda row: row[key])
         color = figure.COLORS[COLORS[name]]
         odd = number % 2  # neighbours may lie on each other: dashes fill each other's gaps, thin lines thick ones
-        figure.line(axis, {row[key]: per_step(row) for row in mine}, name, color=color, linewidth=1.2 if odd else 3)
+        figure.line(axis, {row[key]: per_step(row) for row in mine}, name, color=color, linewidth=1.2 if odd else 2.5)
         axis.plot([row[key] for row in mine], list(map(tensors, mine)), linestyle=(4 * odd, (4, 4)), marker="o",
-                  markersize=3 if odd else 5, color=color, linewidth=1.5)  # fmt: skip
+                  markersize=7 if odd else 3.5, color=color, linewidth=1.5)  # fmt: skip
     figure.dress(axis, title, x, "bytes in a step of all workers", legend=False)
     axis.set_yscale("log")
 

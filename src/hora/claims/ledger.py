@@ -158,7 +158,9 @@ def judge(rows: Sequence[Row]) -> Verdict:
         text = f"by its rule, since the best way of leasing ({best['way']}) takes {_percent(shares(best))} of the ideal"
         return Verdict(word="fails", text=f"{text}, and {_lacks(best, quickest_dealt)}", more=more)
     if far:
-        text = f"leased in the right way: of the ideal the epoch takes {_told(near)}; but, leased too, {_told(far)}; {bar}"
+        text = (
+            f"leased in the right way: of the ideal the epoch takes {_told(near)}; but, leased too, {_told(far)}; {bar}"
+        )
         return Verdict(word="only if", text=text, more=more)
     text = f"leased, the epoch takes at most {_percent(shares(max(leased, key=_took)))} of the ideal ({bar})"
     least = _percent(shares(min(dealt, key=_took)))

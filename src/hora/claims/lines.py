@@ -11,8 +11,7 @@ Lines are counted by difflib, without blank lines, comments and the text at a sc
 by the same tool. A line that is new, gone or different is one changed line, an indented one too. How a script is
 started on two machines with a worker each is said at its head, one line for each command that somebody has to give.
 
-The limit of ten lines and "the fewest" were fixed before the scripts were written. After the first count the scripts of
-DDP and TensorFlow were rid of three lines that they can do without; Hora's stayed as it was.
+The limit of ten lines and "the fewest" were fixed before the scripts were written, all of them by Hora's authors.
 
 All that can run here are run: plain, Hora's under several architectures without another change, DDP's by torchrun, and
 TensorFlow's where `hora bench ps --install-peers` has put it. Horovod's is only compiled: it is not installed here.
@@ -40,7 +39,7 @@ SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 FEW = 10
 EPOCHS = 2
 STRATEGIES = ("ring", "ps", "ps:mode=ssp,staleness=2", "ps:mode=async", "local:every=8", "diloco:every=16")
-COMPILED = "compiled"
+COMPILED = "not run, only compiled"
 ACCURACY = re.compile(r"test accuracy ([\d.]+)%")
 COMMAND = re.compile(r"^\w\$ (.+)$", re.MULTILINE)
 LIMIT_S = 120.0
@@ -236,14 +235,32 @@ def judge(rows: Sequence[Row]) -> Verdict:
     lines = next(row["lines"] for row in rows if row["style"] == HORA.name)
     others = ", ".join(f"{style} {number}" for style, number in changed.items())
     fewest = ours < min(changed.values())
-    text = f"{ours} changed lines with Hora, in a script of {lines}; {others}"
+    more = _more(rows)
     if ours <= FEW and fewest:
-        return Verdict(word="holds", text=text)
+        text = f"{ours} of {lines} lines are changed with Hora, fewer than in every other style ({others})"
+        return Verdict(word="holds", text=text, more=more)
     if fewest:
-        return Verdict(word="only if", text=f"more than {FEW} lines are still few: {text}")
+        text = f"{ours} lines of {lines} are few: fewer than in every other style ({others}), but not within {FEW}"
+        return Verdict(word="only if", text=text, more=more)
     if ours <= FEW:
-        return Verdict(word="only if", text=f"they need not be the fewest: {text}")
-    return Verdict(word="fails", text=text)
+        text = f"they need not be the fewest: {ours} of {lines} lines are changed with Hora, within {FEW} ({others})"
+        return Verdict(word="only if", text=text, more=more)
+    text = f"{ours} of {lines} lines are changed with Hora, not within {FEW}, nor fewer than in every style ({others})"
+    return Verdict(word="fails", text=text, more=more)
+
+
+def _more(rows: Sequence[Row]) -> str:
+    """What was run, and what was not."""
+    ran = [
+        f"Hora's script under {len(row['ran'])} architectures without another change"
+        if row["style"] == HORA.name
+        else row["style"]
+        for row in rows
+        if row["ran"]
+    ]
+    others = [row["style"] for row in rows if not row["ran"]]
+    lists = {"Run here": ran, "Not run, only compiled": others}
+    return " ".join(f"{what}: {', '.join(styles)}." for what, styles in lists.items() if styles)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -255,38 +272,43 @@ def table(rows: Sequence[Row]) -> Table:
         ]
         for row in rows
     ]  # fmt: skip
+    ours = next(row for row in rows if row["style"] == HORA.name)
     note = (
-        "an exact count by difflib, without blank lines and comments, against the plain script of the same framework; "
-        f"commands for two machines with a worker each. Those that ran here did so for {rows[0]['epochs']} epochs each"
+        "lines of code, without blank lines and comments, against the plain script of the same framework; all scripts, "
+        "those of the other styles too, were written by Hora's authors, as each style's documentation advises. Diff: "
+        "lines added (+) and removed (−). Changed lines follow from it: wherever lines stand for others, the greater "
+        "number of the two counts, so a line that replaces another is one changed line, not two "
+        f"(Hora: +{ours['added']} −{ours['removed']} make {ours['changed']}). Commands: to start it on two machines "
+        f"with a worker each. Those that ran here did so for {rows[0]['epochs']} epochs"
     )
     headings = [
         "style", "changed lines", "diff", "lines of the plain one", "commands to start", "roles in the code",
         "architectures", "ran here",
     ]  # fmt: skip
-    return Table(headings=headings, lines=lines, note=note)
+    return Table(headings=headings, lines=lines, note=note, repeats="an exact count by difflib, no repeats")
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
-    left, right = figure.subplots(1, 2, width_ratios=(1.1, 1.0))
+    """What is judged on the left; beside it, what else a user has to handle."""
     colors = {HORA.name: "tab:blue", DDP.name: "tab:orange", HOROVOD.name: "tab:green", TENSORFLOW.name: "tab:red"}
     names = [row["style"] for row in rows]
-    bars = left.bar(names, [row["changed"] for row in rows], color=[colors[name] for name in names])
-    left.bar_label(bars)
-    left.axhline(FEW, color="0.6", linestyle="--", label=f"{FEW} lines: the rule's limit")
-    left.set_title("lines to change in a plain training script", fontsize=10)
-    left.set_ylabel("changed lines")
-    left.yaxis.get_major_locator().set_params(integer=True)
-    left.margins(y=0.12)
-    left.tick_params(axis="x", labelsize=8)
-    left.legend(fontsize=8, loc="upper left")
-    cells = [[str(len(row[what])) for what in ("commands", "roles", "architectures")] for row in rows]
-    headings = ["commands on\ntwo machines", "roles in\nthe code", "architectures,\nno other change"]
-    right.axis("off")
-    right.set_title("what else a user has to handle", fontsize=10)
-    made = right.table(cells, rowLabels=names, colLabels=headings, loc="upper center", cellLoc="center")
-    made.auto_set_font_size(False)
-    made.set_fontsize(9)
-    made.scale(1, 2.4)
+    counts = {
+        "lines to change in\na plain training script": [row["changed"] for row in rows],
+        "commands to start it\non two machines": [len(row["commands"]) for row in rows],
+        "roles that the code\ntells apart": [len(row["roles"]) for row in rows],
+        "architectures without\nanother change": [len(row["architectures"]) for row in rows],
+    }
+    axes = figure.subplots(1, len(counts), sharey=True, width_ratios=(2.2, 1, 1, 1))
+    for axis, (title, numbers) in zip(axes, counts.items(), strict=True):
+        bars = axis.barh(names, numbers, color=[colors[name] for name in names])
+        axis.bar_label(bars, padding=3)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlim(0, 1.2 * max(*numbers, 1))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0].axvline(FEW, color="0.3", linestyle="--", label=f"{FEW} lines: the rule's limit")
+    axes[0].invert_yaxis()
+    axes[0].legend(fontsize=8, loc="upper right")
 
 
 CLAIM = Claim(
@@ -303,5 +325,9 @@ CLAIM = Claim(
     judge=judge,
     table=table,
     draw=draw,
-    figure_size=(11.0, 4.5),
+    figure_size=(11.0, 3.4),
+    changed=(
+        "After the first count the scripts of DDP and TensorFlow were rid of three lines that they can do without; "
+        "Hora's stayed as it was. That made Hora's lead smaller and left the verdict's word as it was."
+    ),
 )  # fmt: skip

@@ -96,7 +96,7 @@ def setting(varied: str = "") -> str:
 def busy_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """How near the machine itself came to be what was waited for."""
     busiest = max(rows, key=lambda row: max(row["busy"]))
-    return f"cores busy at most {max(busiest['busy']):.0%}, with {busiest['workers']} workers"
+    return f"The cores were busy at most {100 * max(busiest['busy']):.0f} %, with {busiest['workers']} workers"
 
 
 def _request(run: Run, meeting: int) -> dict[str, Any]:

@@ -212,9 +212,9 @@ def table(rows: Sequence[Row]) -> Table:
             "% of no communication",
         ],
         lines=lines,
-        note=f"Two processes, one thread each, {BATCH} windows per step in all of them, cut into m micro-batches. Idle: "
-        "share of a step in which a rank computes neither forward, backward, loss nor update, mean of both ranks, as "
-        "is computing; by rank: each one's median. What DDP waits is inside of its backward and not known.",
+        note=f"Two processes, one thread each, {BATCH} windows per step in all of them, cut into m micro-batches. "
+        "Idle: share of a step in which a rank computes neither forward, backward, loss nor update, mean of both ranks "
+        "(as is computing); by rank: each one's median. What DDP waits is inside of its backward and not known.",
         repeats=f"{len(rows[0]['step_s'])} rounds, interleaved; median (least to greatest)",
     )  # fmt: skip
 
@@ -238,6 +238,7 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
             axis.plot([9 + place] * 2, [min(level), max(level)], color=COLORS[name], linewidth=3)
         axis.set_xscale("log", base=2)
         axis.set_xticks(MICRO_BATCHES, [str(m) for m in MICRO_BATCHES])
+        axis.set_xlim(0.9, 11)
         axis.set_ylim(bottom=0)
     dress(above, "How long a stage waits (bands, bars: least to greatest)", "", "idle, % of a step")
     dress(

@@ -115,26 +115,66 @@ def judge(rows: Sequence[Row]) -> Verdict:
     relieves = all(more >= RELIEVES * less for less, more in itertools.pairwise(at_most))
     near = max((n for n in ring if all(ring[fewer] >= NEAR for fewer in ring if fewer <= n)), default=0)
     early = near < min(EARLY, most)
-    figures = (
-        f"with one server {one[2]:.0f} % of ideal with 2 workers, {one[most]:.0f} % with {most}; with {most} workers "
-        + ", ".join(f"{value:.0f} % with {number}" for number, value in zip(servers, at_most, strict=True))
-        + f" server(s); the ring keeps {min(ring.values()):.1f} % or more"
-        + "".join(
-            f", with {workers} workers on both sides of {NEAR:.0f} % (rounds {min(rounds):.1f} to {max(rounds):.1f})"
-            for workers, row in sorted(lines["ring", 0].items())
-            if min(rounds := _percent(row, ideal_s)) < NEAR <= max(rounds)
-        )
+    falling = " to ".join(f"{_text(lines['ps', 1][n], ideal_s, '.0f')} with {n}" for n in (2, most))
+    relief = [_text(lines["ps", number][most], ideal_s, ".0f") for number in servers[1:]]
+    said = (
+        f"one server's efficiency falls from {falling}, and {_names(servers[1:])} servers bring {' and '.join(relief)}"
     )
+    more = _more(lines, ideal_s)
     if early or not (falls and relieves):
-        wrong = "" if falls else "one server's efficiency does not fall with every doubling of the workers; "
-        wrong += "" if relieves else "more servers do not relieve it; "
-        wrong += f"the ring is below {NEAR:.0f} % with few workers; " if early else ""
-        return Verdict(word="fails", text=wrong + figures)
+        wrong = []
+        if not falls:
+            few = {workers: one[workers] for workers in counts}
+            wrong.append(f"one server's efficiency does not fall with every doubling of the workers ({_list(few)})")
+        if not relieves:
+            wrong.append(f"more servers do not relieve it ({_list(dict(zip(servers, at_most, strict=True)))} servers)")
+        if early:
+            wrong.append(f"the ring is below {NEAR:.0f} % with few workers ({_list(ring)})")
+        return Verdict(word="fails", text="; ".join(wrong), more=more)
     if near < most:
-        return Verdict(
-            word="only if", text=f"there are no more than {near} workers does the ring stay near ideal: {figures}"
+        beyond = min(workers for workers in ring if workers > near)
+        last, first = (_text(lines["ring", 0][workers], ideal_s) for workers in (near, beyond))
+        text = (
+            f"there are at most {near} workers does the ring stay near ideal: {last}, but {first} with {beyond} "
+            f"(asked: {NEAR:.0f}); {said}, as said"
         )
-    return Verdict(word="holds", text=figures)
+        return Verdict(word="only if", text=text, more=more)
+    lowest = min(ring, key=ring.__getitem__)
+    text = f"{said}; the ring keeps {_text(lines['ring', 0][lowest], ideal_s)} or more"
+    return Verdict(word="holds", text=text, more=more)
+
+
+def _text(row: Row, ideal_s: float, form: str = ".1f") -> str:
+    return f"{spread(_percent(row, ideal_s), form)} %"
+
+
+def _names(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers))
+
+
+def _list(percent: Mapping[int, float]) -> str:
+    """'62, 41 % with 2, 4'."""
+    values = ", ".join(f"{percent[number]:.0f}" for number in sorted(percent))
+    return f"{values} % with {', '.join(map(str, sorted(percent)))}"
+
+
+def _more(lines: Mapping[Line, Mapping[int, Row]], ideal_s: float) -> str:
+    """What keeps the lines apart beside their architecture."""
+    alone = statistics.median(_percent(lines["ps", 1][1], ideal_s))
+    row = lines["ring", 0][max(lines["ring", 0])]
+    rounds, workers = _percent(row, ideal_s), row["workers"]
+    parts = [
+        f"Ring and DDP send while backward goes on, ps sends when it is over: that is why ps has {alone:.0f} % of "
+        "ideal with one worker already. How much of the distance between the lines is due to that is not separated."
+    ]
+    if min(rounds) < NEAR <= max(rounds):
+        parts.append(f"With {workers} workers the ring's rounds lie on both sides of {NEAR:.0f} %: undecided.")
+    parts.append(
+        f"With {workers} workers the links alone would allow the ring {100 * ideal_s / (ideal_s + row['links_s']):.0f} "
+        f"%, measured are {statistics.median(rounds):.1f} %. The machine's cores were busy at most "
+        f"{100 * max(row['busy']):.0f} % then: whether they or the ring itself took the rest is not separated."
+    )
+    return " ".join(parts)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -147,12 +187,16 @@ def table(rows: Sequence[Row]) -> Table:
     rounds = len(rows[0]["step_s"])
     worst = max(max(values) - min(values) for values in (_percent(row, ideal_s) for row in rows))
     note = (
-        f"per cent of ideal ({1000 * ideal_s:.0f} ms a step), median of {rounds} round{'s' * (rounds > 1)} and the "
-        f"range, at most {worst:.1f} points wide; {paced.SETTING}; {OVERLAP}, so that the lines differ "
-        f"by overlap as well as by architecture; {paced.busy_text(rows)}"
+        f"Per cent of ideal; ideal is a step of a worker alone without communication, measured: {1000 * ideal_s:.0f} "
+        f"ms. Rounds differ by at most {worst:.1f} points; {paced.setting()}; {OVERLAP}, so that the lines differ by "
+        f"overlap as well as by architecture. {paced.busy_text(rows)}"
     )
+    repeats = f"median of {rounds} rounds (least to greatest), order rotated" if rounds > 1 else "1 round"
     return Table(
-        headings=["", *(f"{workers} worker{'s' * (workers > 1)}" for workers in counts)], lines=cells, note=note
+        headings=["", *(f"{workers} worker{'s' * (workers > 1)}" for workers in counts)],
+        lines=cells,
+        note=note,
+        repeats=repeats,
     )
 
 
@@ -207,11 +251,15 @@ CLAIM = Claim(
     ),
     rule=RULE,
     needs=paced.NEEDS,
-    minutes=(1, 7),
+    minutes=(1, 8),
     measure=measure,
     judge=judge,
     table=table,
     draw=draw,
     obstacle=paced.obstacle,
     figure_size=(10.0, 4.5),
+    changed=f"{paced.CHANGED}; a full run of it, which shared the cores with other programs, would have made the claim "
+    "fail (the ring at 68 % of ideal with 4 workers, at 22 % with 16). The first rule for one server asked that "
+    "efficiency be halved from 2 to the most workers; full runs meet that too, but a quick one with 4 workers cannot, "
+    "so it became “every doubling”.",
 )

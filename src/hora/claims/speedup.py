@@ -135,9 +135,8 @@ def judge(rows: Sequence[Row]) -> Verdict:
         bends = bend(best[model])
         before = [workers for workers in best[model] if bends is None or workers < bends]
         reached[model] = before[-1] if before else 1
-    told = "; ".join(_near_bar_text(model, best[model], reached[model]) for model in models)
-    torn = _torn_text(best)
-    told += f"; {torn}" if torn else ""
+    near = ", ".join(_near_bar_text(model, best[model], reached[model]) for model in models)
+    told = "; ".join(filter(None, [f"of ideal, {near}", _torn_text(best)]))
     more = " ".join(_model_text(rows, model, best[model]) for model in models) + f" {LUCK}"
     full = [model for model in models if reached[model] == max(best[model])]
     if len(full) == len(models):
@@ -157,8 +156,8 @@ def _models(rows: Sequence[Row]) -> list[str]:
 
 def _near_bar_text(model: str, best: Mapping[int, Row], reached: int) -> str:
     """The share of ideal with the most workers that are not too many, and with the fewest that are."""
-    shown = [workers for workers in (reached, bend(best)) if workers in best]
-    return f"{model} has " + ", ".join(f"{_percent(shares(best[workers]))} of ideal with {workers}" for workers in shown)
+    shown = [workers for workers in best if workers in (reached, bend(best))]
+    return f"{model} has {' and '.join(f'{_percent(shares(best[workers]))} with {workers}' for workers in shown)}"
 
 
 def torn(best: Mapping[int, Row]) -> list[int]:
@@ -176,14 +175,13 @@ def _model_text(rows: Sequence[Row], model: str, best: Mapping[int, Row]) -> str
     """Where it bends, what the fastest reaches with each number of workers, and who is to blame."""
     bends = bend(best)
     where = bends or max(best)
-    how = f"reaches {where} workers" if bends is None else f"bends at {bends} workers"
+    how = f"bends at {bends} workers" if bends else f"reaches {where} workers"
     each = ", ".join(
-        f"{100 * share(row):.0f} % of ideal with {workers} ({LABELS[row['name']]})" for workers, row in best.items()
+        f"{100 * share(row):.0f} % with {workers} ({LABELS[row['name']]})" for workers, row in best.items()
     )
     again = [workers for workers in best if workers > where and share(best[workers]) >= NEAR]
     back = f" That it is above the bar again with {again[0]} shows how far rounds differ." if again else ""
-    name = f"{model[0].upper()}{model[1:]}"
-    return f"{name} {how}: the fastest has {each}.{back} {blame(rows, best[where])}"
+    return f"The speed of {model} {how}: of ideal the fastest has {each}.{back} {blame(rows, best[where])}"
 
 
 def best_of(rows: Sequence[Row], model: str) -> dict[int, Row]:
@@ -212,7 +210,7 @@ def blame(rows: Sequence[Row], row: Row) -> str:
     return (
         f"With {row['workers']} it lacks {100 * (1 - share(row)):.0f} points: {points['communication']:.0f} by "
         f"communication, {points['slowest']:.0f} by waiting for the slowest worker, {points['machine']:.0f} by the "
-        "machine, since processes that never talk lack them as well."
+        "machine (what processes that never talk lack as well)."
     )
 
 
@@ -270,12 +268,12 @@ def _repeats(rows: Sequence[Row]) -> str:
     told = []
     for model in _models(rows):
         rounds, steps = ([row[key] for row in rows if row["model"] == model] for key in ("rounds", "steps"))
-        told.append(f"{model} {_from_to(rounds)} rounds of {_from_to(steps)}")
-    return f"{', '.join(told)} steps, interleaved; median (least to greatest)"
+        told.append(f"{model} {_from_to(rounds)} × {_from_to(steps)}")
+    return f"interleaved rounds × steps: {', '.join(told)}; median (least to greatest)"
 
 
 def _from_to(values: Sequence[int]) -> str:
-    return str(min(values)) if min(values) == max(values) else f"{min(values)}-{max(values)}"
+    return str(min(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
@@ -287,7 +285,7 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
         mine = [row for row in rows if row["model"] == model]
         last, cores = max(row["workers"] for row in mine), mine[0]["cores"]
         axis.plot([1, last], [1, last], color=COLORS["ideal"], linestyle=":", label="ideal: n")
-        axis.plot([1, last], [NEAR, NEAR * last], color="0.8", linestyle="-.", linewidth=1,
+        axis.plot([1, last], [NEAR, NEAR * last], color="0.4", linestyle="-.", linewidth=0.8,
                   label=f"the bar: {100 * NEAR:.0f} % of it")  # fmt: skip
         if last > cores:
             axis.axvline(cores, color="0.8", linewidth=1)
