@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from hora.claims import straggler, uneven
-from hora.claims.claim import Row
+from hora.claims.claim import MAX_TEXT, Row
 
 SIZE, STEPS, SAMPLES = 4, 24, 480
 SLOW = {"lasting": 0.3, "passing": 0.45}
@@ -40,14 +40,29 @@ HELPED = {"lasting": 0.9, "passing": 0.9}
 def test_it_holds_if_both_remedies_help_against_both_stragglers() -> None:
     verdict = straggler.judge(rows(SLOW, HELPED, HELPED))
     assert verdict.word == "holds"
-    assert "keeps 32% under a lasting one (30% of what is possible if nobody waits)" in verdict.text
-    assert "lasting: +200% samples per second, +200% of what is kept" in verdict.text
+    assert verdict.text == (
+        "in % of what is possible synchronous training reaches 30 (28 to 32) under a lasting straggler and 45 (43 to "
+        "47) under passing ones, bounded staleness 90 (88 to 92) and 90 (88 to 92), a backup worker 90 (88 to 92) and "
+        "90 (88 to 92), leaving out 25 % of the samples"
+    )
+    assert "A backup worker helps against both: +200 % samples/s under a lasting straggler" in verdict.more
+    assert "keeps, in the same order: synchronous training 32 % and 47 %; bounded staleness 95 %" in verdict.more
+    assert "exceed" not in verdict.more
 
 
 def test_only_if_names_the_straggler_that_a_remedy_helps_against() -> None:
     verdict = straggler.judge(rows(SLOW, {"lasting": 0.33, "passing": 0.6}, HELPED))
-    assert verdict.word == "only if" and "bounded staleness helps against a passing one only" in verdict.text
-    assert "a backup worker helps against both" in verdict.text and "25% (lasting)" in verdict.text
+    assert (
+        str(verdict).startswith("only if the remedy fits: in % of what is possible") and len(verdict.text) <= MAX_TEXT
+    )
+    assert "Bounded staleness helps against passing ones only: +10 % samples/s" in verdict.more
+    assert "A backup worker helps against both" in verdict.more
+
+
+def test_that_a_backup_worker_keeps_more_than_all_is_explained() -> None:
+    verdict = straggler.judge(rows(SLOW, HELPED, {"even": 0.6, **HELPED}))
+    assert "a backup worker 150 % and 150 %. Kept can exceed 100 %" in verdict.more
+    assert "it reaches only 60 % of what is possible there" in verdict.more
 
 
 @pytest.mark.parametrize(
@@ -60,7 +75,8 @@ def test_it_fails_if_nothing_helps_or_nothing_holds_back(sync: dict[str, float],
 def test_who_is_slow_without_a_straggler_too_is_not_held_back_by_one() -> None:
     sync = {"even": 0.55, "lasting": 0.5, "passing": 0.5}
     verdict = straggler.judge(rows(sync, HELPED, HELPED))
-    assert verdict.word == "fails" and "91% under a lasting one (50% of" in verdict.text
+    assert verdict.word == "fails" and "synchronous training 91 % and 91 %" in verdict.more
+    assert "helps against neither" in verdict.more
 
 
 def test_who_is_faster_without_a_straggler_too_does_not_help_against_one_nor_who_is_always_slow() -> None:
@@ -68,8 +84,8 @@ def test_who_is_faster_without_a_straggler_too_does_not_help_against_one_nor_who
     faster, always_slow = {"lasting": 0.5, "passing": 0.5}, dict.fromkeys(straggler.KINDS, 0.25)
     verdict = straggler.judge(rows(sync, {"even": 0.95, **faster}, always_slow))
     assert verdict.word == "fails"
-    assert "lasting: +100% samples per second, +5% of what is kept" in verdict.text
-    assert "lasting: +0% samples per second, +100% of what is kept" in verdict.text
+    assert "+100 % samples/s under a lasting straggler" in verdict.more
+    assert "synchronous training 50 % and 50 %; bounded staleness 53 % and 53 %" in verdict.more
 
 
 def test_table_and_figure_show_every_row() -> None:
@@ -77,6 +93,13 @@ def test_table_and_figure_show_every_row() -> None:
     made = rows(SLOW, HELPED, HELPED)
     table = straggler.table(made)
     assert len(table.lines) == len(made) and all(len(line) == len(table.headings) for line in table.lines)
+    assert [line[1:4] for line in table.lines[:2]] == [
+        ["none", "95 (93 to 97)", ""],
+        ["lasting", "30 (28 to 32)", "32"],
+    ]
+    assert "passing, spells of 3 steps" in table.note and table.repeats == (
+        "median of 3 repeats (least to greatest), interleaved"
+    )
     straggler.draw(made, figures.Figure(layout="constrained"))
 
 

@@ -194,7 +194,7 @@ def _late(rows: Sequence[Row], falls: Mapping[float, int]) -> str:
     for momentum, lag in falls.items():
         values = swept(rows, momentum, "none")[lag]
         where = "" if same else f" at lag {lag}"
-        which = "" if some else f" with momentum {momentum:g}"
+        which = "" if some else f" with {momentum:g}" if parts else f" with momentum {momentum:g}"
         parts.append(f"{100 * min(values):.1f} to {100 * max(values):.1f} %{where}{which}")
     seeds = len(swept(rows, next(iter(falls)), "none")[lags[0]])
     return f"{text} at a rate chosen without lag ({seeds} seeds: {', '.join(parts)})"

@@ -261,7 +261,9 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
     _draw_global(left, leased)
     pictures.dress(left, f"{leased['way']}, all workers: where the epoch's samples are", "seconds", "samples")
     _draw_samples(right, rows)
-    pictures.dress(right, "who computed how many samples; how long the epoch took, in % of the ideal", "", "samples")
+    title = "who computed how many samples; how long the epoch took, in % of the ideal"
+    title += "\n(even: with equal workers)" if any(map(even_shares, rows)) else ""
+    pictures.dress(right, title, "", "samples")
     strips = below.subplots(2, 1, sharex=True)
     for axis, row in zip(strips, (dealt, leased), strict=True):
         _draw_held(axis, row)

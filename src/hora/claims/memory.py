@@ -319,8 +319,8 @@ CLAIM = Claim(
     obstacle=obstacle,
     figure_size=(11.0, 4.8),
     changed=(
-        "An earlier run had 16.0 bytes per parameter for ring:update=sharded, a defect that this claim found and that was mended before "
-        "this run. What sharded workers must hold, which is shown and not judged, was 10 then and is 7 now: on one "
-        "host the parameters lie in memory that all of them see."
+        "An earlier run had 16.0 bytes per parameter for ring:update=sharded, a defect that this claim found and that "
+        "was mended before this run. What sharded workers must hold, which is shown and not judged, was 10 then and is "
+        "7 now: on one host the parameters lie in memory that all of them see."
     ),
 )

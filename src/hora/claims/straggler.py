@@ -34,7 +34,7 @@ QUICK = (*SYNC, BACKUP, *BOUNDED, ASYNC)
 STRATEGIES = (*QUICK, "local:every=8", "local:every=8,pace=time")
 EVEN = "even"
 KINDS = (EVEN, "lasting", "passing")
-WORDS = {"lasting": "a lasting one", "passing": "passing ones"}
+WORDS = {"lasting": "a lasting straggler", "passing": "passing ones"}
 COLORS = {"ring": "ring", "ps": "sync", BACKUP: "sync", ASYNC: "async", **dict.fromkeys(BOUNDED, "ssp")}
 DRAWN = ("ring", BOUNDED[0], ASYNC)  # whose steps are shown one by one
 DRAWN_PACES = 42  # for so long
@@ -140,15 +140,15 @@ def judge(rows: Sequence[Row]) -> Verdict:
     shares = " and ".join(f"{_possible(reached)} under {WORDS[kind]}" for kind, reached in sync.items())
     found = [f"{remedy} {' and '.join(map(_possible, of.values()))}" for remedy, of in remedies.items()]
     text = (
-        f"of what is possible synchronous training reaches {shares}, {', '.join(found)}, leaving out {_price(rows)} "
-        "of the samples"
+        f"in % of what is possible synchronous training reaches {shares}, {', '.join(found)}, leaving out "
+        f"{_price(rows)} of the samples"
     )
     more = _more(rows, sync, remedies, helped)
     if all(len(kinds) == len(sync) for kinds in helped.values()):
         return Verdict(word="holds", text=text, more=more)
     if not any(helped.values()):
         return Verdict(word="fails", text=text, more=more)
-    return Verdict(word="only if", text=f"the remedy fits the straggler: {text}", more=more)
+    return Verdict(word="only if", text=f"the remedy fits: {text}", more=more)
 
 
 def _best(rows: Sequence[Row], strategies: Sequence[str], kind: str) -> Reached:
@@ -168,7 +168,7 @@ def _shares(rows: Sequence[Row], strategy: str, kind: str) -> list[float]:
 
 
 def _possible(reached: Reached) -> str:
-    return f"{spread([100 * share for share in reached.possible], '.0f')} %"
+    return spread([100 * share for share in reached.possible], ".0f")
 
 
 def _more(
