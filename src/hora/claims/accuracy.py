@@ -190,7 +190,7 @@ def _late(rows: Sequence[Row], falls: Mapping[float, int]) -> str:
     text = f"late by {lags[0]} updates or more" if same else "late enough"
     if some:
         text += f" with momentum {next(iter(falls)):g}"
-    parts = []
+    parts: list[str] = []
     for momentum, lag in falls.items():
         values = swept(rows, momentum, "none")[lag]
         where = "" if same else f" at lag {lag}"
