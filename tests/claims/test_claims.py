@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from hora.bench.launched import launched
 from hora.claims import catalogue, page, record
-from hora.claims.claim import Claim, Row, Table, Verdict, spread
+from hora.claims.claim import MAX_TEXT, Claim, Row, Table, Verdict, spread
 from hora.claims.cli import claims
 from hora.launch import codes
 
@@ -168,6 +168,17 @@ def test_every_claim_of_the_catalogue_says_what_it_is() -> None:
     assert [one.name for one in found] == list(catalogue.NAMES)
     assert [one.number for one in found] == list(range(1, 15))
     assert all(one.says and one.rule and one.needs for one in found)
+
+
+@pytest.mark.parametrize("name", catalogue.NAMES)
+def test_a_verdict_fits_in_a_row_and_the_rest_are_sentences(name: str) -> None:
+    one = catalogue.find(name)
+    for found in (found for found in record.read_all(RECORDS) if found.claim == name):
+        verdict, table = one.judge(found.rows), one.table(found.rows)
+        assert len(verdict.text) <= MAX_TEXT and not verdict.text.endswith(".")
+        assert 0 < len(table.repeats) <= 90 and table.note
+        for text in (verdict.more, one.changed):
+            assert not text or text.endswith(".")
 
 
 def test_the_page_in_docs_says_what_its_records_say() -> None:
