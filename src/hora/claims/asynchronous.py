@@ -310,7 +310,7 @@ CLAIM = Claim(
     obstacle=paced.obstacle,
     figure_size=(13.0, 4.5),
     changed=f"{paced.CHANGED}; what this claim would have been with it is not known. That “holds” is out of reach was "
-    "written into the rule after a full record had been seen; bars and word stayed as they were. Rounds "
-    "were raised from 2 to 3 and seeds from 3 to 5 because rounds with 1 server and 4 workers had come out on both "
-    "sides of the condition.",
+    "written into the rule after a full record had been seen; bars and word stayed as they were. From the next "
+    "run on there are 3 rounds instead of 2 and 5 seeds instead of 3, because rounds with 1 server and 4 workers came "
+    "out on both sides of the condition.",
 )

@@ -429,7 +429,7 @@ CLAIM = Claim(
     figure_size=(13.0, 7.0),
     changed=(
         "A first run, with H = 2, 8, 32 and 64 and one seed on gpt, had ended in 'only if H ≤ 2'; H = 4 and a second "
-        "seed were added there, since between 2 and 8 it could not say where the edge lies. Oscillation, which is told "
-        "and not judged, was told by the mean of the seeds, and is now by their median."
+        "seed were added there, since between 2 and 8 it could not say where the edge lies, and moved it to 4. "
+        "Oscillation, which is told and not judged, was told by the mean of the seeds, and is now by their median."
     ),
 )
