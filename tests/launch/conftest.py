@@ -41,6 +41,9 @@ class Launcher:
             "XDG_STATE_HOME": str(self.state),
             "HORA_DASHBOARD": "off",  # where nobody looks; those who test it say otherwise
             "TMPDIR": str(self.tmp),
+            "TORCHINDUCTOR_CACHE_DIR": str(
+                folder / "inductor"
+            ),  # else torch may make it in TMPDIR, which must stay empty
             "PYTHONPATH": os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
 
@@ -112,9 +115,3 @@ def read_until(process: subprocess.Popen[str], *wanted: str) -> list[str]:
         lines.append(line.rstrip("\n"))
         missing = [text for text in missing if text not in line]
     return lines
-
-
-@pytest.fixture
-def inductor_cache(launcher: Launcher, tmp_path: Path) -> None:
-    """torch makes this folder as soon as it sees an optimizer, in TMPDIR unless told otherwise."""
-    launcher.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")

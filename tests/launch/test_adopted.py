@@ -189,7 +189,7 @@ def test_digits_are_learnt_as_by_one_process(
 
 @pytest.mark.parametrize("other", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
 def test_local_sgd_is_the_same_as_by_hora_run(
-    started: Started, launcher: Launcher, inductor_cache: None, tmp_path: pathlib.Path, other: str
+    started: Started, launcher: Launcher, tmp_path: pathlib.Path, other: str
 ) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()

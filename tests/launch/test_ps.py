@@ -23,12 +23,6 @@ pytestmark = pytest.mark.timeout(240)  # several processes import torch on whate
 ASYNC = ("--strategy", "ps:mode=async")
 
 
-@pytest.fixture(autouse=True)
-def cache(launcher: Launcher, tmp_path: Path) -> None:
-    """torch makes this folder as soon as it sees an optimizer, in TMPDIR unless told otherwise."""
-    launcher.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
-
-
 def ends(text: str) -> list[tuple[int, int, str]]:
     """What each worker printed at its end: steps, samples, hash of its parameters."""
     found = re.findall(r"ended at step (\d+), (\d+) samples, parameters (\w+), finite True", text)

@@ -22,7 +22,7 @@ from hora.launch import codes, report
 from hora.launch.cli import main
 
 # Several processes import torch on whatever cores there are.
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("inductor_cache")]
+pytestmark = pytest.mark.timeout(240)
 
 
 def collect(run: Run, count: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from predictions import LIMIT_S, ask, running
 from conftest import Launcher
 from hora.datasets import digits
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("inductor_cache")]
+pytestmark = pytest.mark.timeout(240)
 
 IMAGES, LABELS = digits()[1].tensors
 

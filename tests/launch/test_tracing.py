@@ -9,19 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from conftest import Launcher
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "watch"))
 import spanfiles
 
 STEPS = 8  # 61 samples in batches of 8
-
-
-@pytest.fixture(autouse=True)
-def cache(inductor_cache: None) -> None:
-    pass
 
 
 def counted(events: list[dict[str, Any]]) -> dict[int, collections.Counter[str]]:

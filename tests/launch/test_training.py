@@ -13,13 +13,6 @@ import pytest
 
 from conftest import SCRIPTS, Launcher, read_until
 
-
-@pytest.fixture(autouse=True)
-def cache(launcher: Launcher, tmp_path: Path) -> None:
-    """torch makes this folder as soon as it sees an optimizer, in TMPDIR unless told otherwise."""
-    launcher.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
-
-
 TOTAL = 24  # 61 samples in batches of 8: 8 a epoch, the last of 5
 
 

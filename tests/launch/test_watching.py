@@ -22,7 +22,7 @@ from conftest import Launcher
 from hora.launch import codes
 from hora.watch import memory
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("inductor_cache")]
+pytestmark = pytest.mark.timeout(120)
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
