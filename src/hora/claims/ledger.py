@@ -347,6 +347,6 @@ CLAIM = Claim(
     changed="Epoch and steps are longer than in a first quick trial on a busy machine (400 samples, 20 ms a step: "
     "ps:mode=async took 340 % of the ideal), so that what a step costs besides its compute weighs less. After a review "
     "a second way of dealing was added, and that the slow worker must have less than an equal share: the verdict would "
-    "be the same without. An earlier record, made while a test suite ran beside it, was 'fails' (ps:mode=async at 118 % "
-    "of the ideal); the control with equal workers was added after it had been seen, and decides nothing.",
+    "be the same without. An earlier record, made while a test suite ran beside it, was 'fails' (ps:mode=async at "
+    "118 % of the ideal); the control with equal workers was added after it had been seen, and decides nothing.",
 )
