@@ -243,10 +243,11 @@ class Backward:
 
     def _hook_for(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
-            if not self.running:
-                self._begin()
-            self.expect_end()
-            self._came(index)
+            with self._announcing:
+                if not self.running:
+                    self._begin()
+                self.expect_end()
+                self._came(index)
 
         return hook
 
@@ -276,12 +277,11 @@ class Backward:
                     "in the first backward() it came once. Use overlap=false for a model whose graph changes"
                 )
             return
-        with self._announcing:
-            for number in self._buckets_of.get(index, ()):
-                self._missing[number] -= 1
-            while self.announced < len(self.buckets) and self._missing[self.announced] == 0:
-                self.announced += 1
-                self._listener.bucket_ready(self.buckets[self.announced - 1])
+        for number in self._buckets_of.get(index, ()):
+            self._missing[number] -= 1
+        while self.announced < len(self.buckets) and self._missing[self.announced] == 0:
+            self.announced += 1
+            self._listener.bucket_ready(self.buckets[self.announced - 1])
 
     def _end(self) -> None:
         is_nested, call = _caller()

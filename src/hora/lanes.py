@@ -73,8 +73,24 @@ def is_dense(parameter: torch.Tensor) -> bool:
 
 def is_alone(tensor: torch.Tensor) -> bool:
     """Whether nobody else holds its memory. As a gradient autograd may have handed on what another branch of the same
-    backward still reads, as for a bias that is added through a view."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2  # its own, and that of the question
+    backward still reads, as for a bias that is added through a view. Where torch does not tell, nobody is alone."""
+    storage = tensor.untyped_storage()
+    return _count is not None and _count(storage._cdata) <= _ALONE
+
+
+def _calibrate() -> tuple[Callable[[int], int] | None, int]:
+    """How torch counts who holds a storage, and what it counts for a tensor that is alone, while it is asked."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return None, 0
+    lone = torch.empty(1)
+    storage = lone.untyped_storage()
+    alone = count(storage._cdata)
+    view = lone.view(1, 1)
+    return (count, alone) if count(storage._cdata) == alone + 1 and view.numel() else (None, 0)
+
+
+_count, _ALONE = _calibrate()
 
 
 def laid(parameter: torch.Tensor) -> torch.Tensor:

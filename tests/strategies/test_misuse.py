@@ -198,3 +198,21 @@ def test_shared_between_hosts_is_refused_with_the_way_out() -> None:
 
     for said in fail(script, "shared", transport="tcp"):
         assert "'shared' needs ranks that share memory" in said and "use 'ring' or 'auto'" in said
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ring:update=sharded"])
+def test_a_failure_with_many_buckets_under_way_is_told_once(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    def script(one: Any) -> None:
+        model = mlp(60)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        one.prepare(model, optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 2 and one.rank == 1:
+                raise RuntimeError("enough")
+            loss_of(model, part(one, batch(step))).backward()
+            optimizer.step()
+
+    errors = fail(script, f"{strategy}{',' if ':' in strategy else ':'}bucket_bytes=1024", timeout_s=1.0)
+    assert errors[0].startswith("Timeout: rank 0 ") and errors[1] == "RuntimeError: enough"
+    assert "never waited for" not in caplog.text

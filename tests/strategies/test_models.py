@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ranks
+from hora.lanes import is_alone
 from trainings import (
     FAMILY,
     REPLICATED,
@@ -496,20 +497,26 @@ def test_horas_clipping_equals_torchs_under_every_strategy(strategy: str, norm_t
 
 
 class Viewed(torch.nn.Module):
-    """Its bias is added through a view, without broadcasting: its gradient lies in the memory of the sum's."""
+    """Biases are added through views, without broadcasting: their gradients lie in the memory of the sum's, and both in
+    one place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = torch.nn.Linear(6, 512), torch.nn.Linear(512, 3)
-        self.bias = torch.nn.Parameter(torch.randn(512))
+        self.biases = torch.nn.ParameterList(torch.randn(512) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(torch.tanh(self.first(x) + self.bias.view(1, -1)))
+        hidden = self.first(x) + self.biases[0].view(1, -1) + self.biases[1].view(1, -1)
+        out: torch.Tensor = self.last(torch.tanh(hidden))
         return out
 
 
 @family
-def test_a_gradient_whose_memory_another_branch_still_reads_leaves_it_alone(strategy: str) -> None:
+@pytest.mark.parametrize("bucket_bytes", [1024, 4 << 20])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0)])
+def test_a_gradient_whose_memory_another_branch_still_reads_leaves_it_alone(
+    strategy: str, bucket_bytes: int, weights: tuple[float, float]
+) -> None:
     def script(one: Any) -> list[torch.Tensor]:
         with building():
             model = Viewed().double()
@@ -517,31 +524,60 @@ def test_a_gradient_whose_memory_another_branch_still_reads_leaves_it_alone(stra
         one.prepare(model, optimizer)
         for step in range(4):
             optimizer.zero_grad()
-            samples = [part(one, batch(step, 2))] if one.size > 1 else batch(step, 2).split(1)
-            sum(loss_of(model, x) / len(samples) for x in samples).backward()
+            if one.size > 1:
+                one.weight(weights[one.rank])
+                loss_of(model, part(one, batch(step, 2))).backward()
+            else:
+                shares = [weight / sum(weights) for weight in weights]
+                halves = batch(step, 2).split(1)
+                sum(share * loss_of(model, x) for share, x in zip(shares, halves, strict=True)).backward()
             optimizer.step()
         return parameters_of(model)
 
-    same(script, f"{strategy}{',' if ':' in strategy else ':'}bucket_bytes=1024")
+    same(script, f"{strategy}{',' if ':' in strategy else ':'}bucket_bytes={bucket_bytes}")
+
+
+@replicated
+def test_gradients_that_lie_in_a_vector_of_the_users_stay_there(strategy: str) -> None:
+    def script(one: Any) -> list[torch.Tensor]:
+        model = mlp()
+        optimizer = sgd(model)
+        one.prepare(model, optimizer)
+        whole, at = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64), 0
+        for parameter in model.parameters():
+            parameter.grad = whole[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+        found = []
+        for step in range(3):
+            whole.zero_()
+            loss_of(model, part(one, batch(step))).backward()
+            found.append(whole.clone())
+            optimizer.step()
+        return [*found, *parameters_of(model)]
+
+    same(script, f"{strategy}:bucket_bytes=1024")
 
 
 @family
-def test_a_gradient_that_nobody_else_holds_is_not_copied(strategy: str) -> None:
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_gradient_that_nobody_else_holds_is_not_copied(
+    strategy: str, to_none: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr("hora.strategies.replicated.is_alone", lambda grad: found.append(is_alone(grad)) or found[-1])
+
     def work(group: Any) -> None:
-        one, places = training(group, strategy), {}
+        one = training(group, strategy)
         model = mlp()
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: places.__setitem__(p, p.grad.data_ptr()))
         optimizer = sgd(model)
         one.prepare(model, optimizer)
         for step in range(3):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=to_none)
             loss_of(model, part(one, batch(step))).backward()
-            assert all(parameter.grad.data_ptr() == place for parameter, place in places.items())
             optimizer.step()
-        assert len(places) == len(list(model.parameters()))
 
     ranks.run(2, work)
+    assert found and all(found)
 
 
 @family

@@ -485,11 +485,11 @@ class Group:
         pending.inference = torch.is_inference_mode_enabled()
         with self._counting:
             self._outstanding += 1
-        if self._queue is None:
-            self._queue = queue.SimpleQueue()
-            self._thread = threading.Thread(target=self._work, args=(self._queue,), name="hora-group", daemon=True)
-            self._thread.start()
-        self._queue.put((pending, plan, argument))
+            if self._queue is None:
+                self._queue = queue.SimpleQueue()
+                self._thread = threading.Thread(target=self._work, args=(self._queue,), name="hora-group", daemon=True)
+                self._thread.start()
+            self._queue.put((pending, plan, argument))
         return pending.wait() if wait else pending
 
     def _work(self, jobs: queue.SimpleQueue[tuple[Pending, Plan, Any] | None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import collections
+import contextlib
 import dataclasses
 import math
 import queue
@@ -77,6 +78,7 @@ class Errand:
                         self._rest()
             except BaseException as error:
                 self._error = error
+            del item  # its gradients must not stay until the next one comes
             with self._news:
                 self._seconds += time.perf_counter() - begin
                 self._num_open -= 1
@@ -350,7 +352,11 @@ class Calls(Courier):
         """Waits for the oldest and puts the mean where it belongs. Who is interrupted here may call again."""
         journey = self._under_way[0]
         bucket, handle = journey.bucket, journey.handle
-        result = self._wait(handle)
+        try:
+            result = self._wait(handle)
+        except Exception:
+            self._give_up()
+            raise
         self.traffic.comm_s += handle.seconds
         if spans.on:
             self._arrived(bucket, journey.launched, handle.ended, handle.seconds)
@@ -367,6 +373,12 @@ class Calls(Courier):
         self._under_way.popleft()
         self._copies[bucket.dtype, bucket.device].append(journey.copy)
         self.traffic.spend(begin)
+
+    def _give_up(self) -> None:
+        """One has failed, and all that follow will: what went wrong is told once."""
+        while self._under_way:
+            with contextlib.suppress(Exception):
+                self._under_way.popleft().handle.wait()
 
     def _wait(self, handle: Pending) -> Any:
         begin = time.perf_counter()

@@ -12,6 +12,7 @@ weights do not add up to what the deal promised (`job.weight` was used), the cen
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import time
@@ -63,6 +64,7 @@ class Replicated(Watching, Sync):
         self._sparse: list[int] = []
         self._flats: dict[int, torch.Tensor] = {}
         self._lent: set[int] = set()  # gradients that only others have: zeros stand in for ours
+        self._apart: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # whose memory others read, and what travels
         self._launched = -1  # buckets on their way, -1 outside of an exchange
         self._pile = Pile()
         self._buffer_versions: list[tuple[int, int]] = []
@@ -195,6 +197,7 @@ class Replicated(Watching, Sync):
         for bucket in self._backward.buckets[self._launched :]:
             self._launch(bucket)
         self._courier.finish()
+        self._rejoin()
         for index in self._sparse:
             self._exchange_sparse(index)
         self._culprits = [(rank, index) for rank, index in self._courier.culprits() if not self._is_finite(index)]
@@ -231,6 +234,19 @@ class Replicated(Watching, Sync):
                 flat.mul_(self._pile.weight)
             name = f"gradient of {self.roster.names[index]}"
             self._group.all_reduce(flat, "mean", self.strategy.algorithm, name=name)
+        self._rejoin()
+
+    def _rejoin(self) -> None:
+        """Backward is over: what travelled in a copy comes back. Gradients that lie in one place part for good, since
+        what is done to one, as a correction of weights, would be done to the other."""
+        places = collections.Counter(grad.data_ptr() for grad, _ in self._apart.values())
+        with torch.no_grad():
+            for index, (grad, copy) in self._apart.items():
+                if places[grad.data_ptr()] == 1:
+                    grad.copy_(copy)
+                else:
+                    self.roster.parameters[index].grad = copy
+        self._apart.clear()
 
     def _take_census(self) -> None:
         mine = self._census()
@@ -251,6 +267,7 @@ class Replicated(Watching, Sync):
             self.before_exchange()
             self._launched = 0
             self._flats.clear()
+            self._apart.clear()
             self._lent.clear()
             if self._courier is None:
                 self._arm()
@@ -280,9 +297,13 @@ class Replicated(Watching, Sync):
                     f"the gradient of {self.roster.names[index]} is sparse now, and was dense in the first backward(): "
                     "every worker's must be of one kind"
                 )
-            elif grad.stride() != parameter.stride() or not is_alone(grad):
+            elif grad.stride() != parameter.stride():
                 with torch.no_grad():
                     grad = parameter.grad = torch.empty_like(parameter).copy_(grad)
+            elif not is_alone(grad):
+                copy = torch.empty_like(grad).copy_(grad.detach())
+                self._apart[index] = (grad, copy)
+                grad = copy
             flat = self._flats[index] = flatten(grad.detach())
         return flat
 
