@@ -240,15 +240,16 @@ def _undecided_text(found: Sequence[Against]) -> str:
     for each in found:
         if each.undecided:
             mean, error = mean_and_error(each.differences)
-            errors = f"{-mean / error:.3f} standard errors lower" if error else "lower by the same with every seed"
-            parts.append(f"{each.name} ({errors}, {_percent(each.faster)} samples/s)")
+            errors = f"{-mean / error:.1f} standard errors lower" if error else "lower by the same with every seed"
+            speeds = f"run by run {_percent(min(each.by_run))} to {_percent(max(each.by_run))} samples/s"
+            parts.append(f"{each.name} ({errors}, {speeds})")
     if not parts:
         return ""
     low, high = UNDECIDED_ERRORS
     return (
-        f"Undecided, whatever the rule's bars make of it: {'; '.join(parts)}. There the loss is between {low:g} and "
-        f"{high:g} standard errors, or near {100 * LOWER:g} points, or the runs are on both sides of "
-        f"{_percent(FASTER)} samples/s. "
+        f"Close to a bar, so that another run could turn what the rule makes of it: {'; '.join(parts)}. There the loss is "
+        f"between {low:g} and {high:g} standard errors, or near {100 * LOWER:g} points, or a run is on the other side of "
+        f"{_percent(FASTER)} samples/s or near it. "
     )
 
 
