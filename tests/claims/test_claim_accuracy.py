@@ -101,7 +101,8 @@ def test_what_is_just_short_of_the_bar_is_undecided_and_not_no_trade() -> None:
     assert verdict.text.endswith(
         "with 4 workers (lag 3.0) undecided: async, momentum 0.9: +100 % samples/s, -0.70 ± 0.40 points"
     )
-    assert "makes of it: async with momentum 0.9 (1.7 standard errors lower, run by run +100 % to +100 % samples/s)." in verdict.more
+    close = "async with momentum 0.9 (1.7 standard errors lower, run by run +100 % to +100 % samples/s)"
+    assert f"what the rule makes of it: {close}." in verdict.more
     verdict = accuracy.judge(scattered(made_up({}), *EVERYWHERE, by=short))
     assert verdict.word == "fails" and verdict.text.startswith("undecided: ") and verdict.text.endswith("; and 2 more")
     assert len(verdict.text) <= MAX_TEXT

@@ -247,9 +247,9 @@ def _undecided_text(found: Sequence[Against]) -> str:
         return ""
     low, high = UNDECIDED_ERRORS
     return (
-        f"Close to a bar, so that another run could turn what the rule makes of it: {'; '.join(parts)}. There the loss is "
-        f"between {low:g} and {high:g} standard errors, or near {100 * LOWER:g} points, or a run is on the other side of "
-        f"{_percent(FASTER)} samples/s or near it. "
+        f"Close to a bar, so that another run could turn what the rule makes of it: {'; '.join(parts)}. There the loss "
+        f"is between {low:g} and {high:g} standard errors, or near {100 * LOWER:g} points, or a run is on the other "
+        f"side of {_percent(FASTER)} samples/s or near it. "
     )
 
 
