@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
+import os
+import resource
 import threading
 import time
 from collections import Counter
@@ -413,6 +416,14 @@ def test_a_dataset_that_lies_with_one_rank_is_handed_out(leased: bool, num_worke
     workers = run(3, work, leased=leased)
     assert seen(workers) == list(range(20))
     assert all(worker.seen for worker in workers) or leased
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2000, reason="ulimit -n is below 2000 here")
+def test_samples_are_handed_out_in_a_process_with_many_open_files() -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        test_a_dataset_that_lies_with_one_rank_is_handed_out(leased=False, num_workers=0)
 
 
 def test_a_batch_that_cannot_travel_names_its_type() -> None:

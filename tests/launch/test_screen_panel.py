@@ -78,6 +78,12 @@ def _wrapped(row: Row, columns: int, least: int) -> list[Row]:
     return [{at - start: sign for at, sign in row.items() if 0 <= at - start < columns} for start in starts]
 
 
+def _has_room(fd: int) -> bool:
+    poller = select.poll()  # select() takes no descriptor beyond 1023, and a long suite gets there
+    poller.register(fd, select.POLLOUT)
+    return bool(poller.poll(0))
+
+
 class Desk:
     """A Screen on a pseudo-terminal, and the terminal behind it."""
 
@@ -108,7 +114,7 @@ class Desk:
         """Lets everything through that is queued."""
         while any(sink.pending for sink in self.screen.sinks):
             for sink in self.screen.sinks:
-                if sink.pending and select.select([], [sink.fd], [], 0)[1]:
+                if sink.pending and _has_room(sink.fd):
                     sink.write_some()
             self.read()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import os
 import socket
 import threading
 import time
@@ -177,6 +179,27 @@ def test_what_was_sent_before_leaving_is_still_received(transport: str) -> None:
     started = Run(2, transport)
     started.start(work).finish()
     assert started.errors == [None, None]
+
+
+def test_groups_that_were_closed_leave_no_thread_and_no_open_file(transport: str) -> None:
+    algorithm = "engine" if transport == "engine" else "ring"
+
+    def use() -> None:
+        run(2, lambda group: group.all_reduce(torch.ones(3), algorithm=algorithm), transport)
+
+    def held() -> list[int]:
+        gc.collect()
+        return [len(os.listdir("/proc/self/fd")), threading.active_count()]
+
+    use()  # what is made once for all stays
+    time.sleep(0.2)
+    before = held()
+    for _ in range(5):
+        use()
+    deadline = time.monotonic() + 20
+    while (more := [now - then for now, then in zip(held(), before, strict=True)]) and max(more) > 0:
+        assert time.monotonic() < deadline, f"{more[0]} files and {more[1]} threads more than before"
+        time.sleep(0.05)  # threads end in their own time
 
 
 def test_traffic_is_counted_per_peer(transport: str) -> None:

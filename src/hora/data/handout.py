@@ -269,7 +269,9 @@ class Remote:
         """Until the answer begins to come; says so if that takes long."""
         assert self._sock is not None
         started, patience = time.monotonic(), SLOW_S
-        while not select.select([self._sock], [], [], patience)[0]:
+        poller = select.poll()  # select() takes no descriptor beyond 1023
+        poller.register(self._sock, select.POLLIN)
+        while not poller.poll(patience * 1000):
             waited = time.monotonic() - started
             if waited >= self._timeout_s:
                 raise TimeoutError

@@ -267,6 +267,7 @@ class TorchBackend(Backend):
         if not self._crew.idle():  # a thread that is still inside the engine when Python ends would abort the process
             self.abort()
             self._crew.rest(CLOSE_S)
+        self._crew.close()
         with contextlib.suppress(Exception):
             self._group.shutdown()
 
@@ -294,13 +295,17 @@ def name_interface(bind: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found}")
 
 
+Jobs = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+
 class Crew:
     """Threads that wait for the engine. Daemons, since one may wait without end; as many as wait at the same time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._resting: list[queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]] = []
+        self._resting: list[Jobs] = []
         self._pending: set[Future[Any]] = set()
+        self._closed = False
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -313,21 +318,35 @@ class Crew:
         jobs.put((future, work))
         return future
 
-    def _serve(self, jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> None:
-        while True:
-            future, work = jobs.get()
-            result, error = None, None
-            try:
-                result = work()
-            except BaseException as problem:
-                error = problem
-            with self._lock:
-                self._pending.discard(future)
-                self._resting.append(jobs)
-            if error is None:
-                future.set_result(result)
+    def _serve(self, jobs: Jobs) -> None:
+        while (job := jobs.get()) is not None:
+            self._do(jobs, *job)
+            del job  # a thread that rests must not hold the engine
+
+    def _do(self, jobs: Jobs, future: Future[Any], work: Callable[[], Any]) -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as problem:
+            error = problem
+        with self._lock:
+            self._pending.discard(future)
+            if self._closed:
+                jobs.put(None)
             else:
-                future.set_exception(error)
+                self._resting.append(jobs)
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def close(self) -> None:
+        """Every thread ends as soon as it waits for nothing any more."""
+        with self._lock:
+            self._closed = True
+            resting, self._resting = self._resting, []
+        for jobs in resting:
+            jobs.put(None)
 
     def idle(self) -> bool:
         return not self._pending
@@ -411,7 +430,9 @@ def open_engine(
         return EngineTransport(circle, MpiBackend(circle))
     if circle.rank == 0:
         log.warning("the engine's links (%s) are not authenticated: keep them inside a trusted network", name)
-    opening = Crew().submit(lambda: TorchBackend(circle, control, name, bind))
+    crew = Crew()
+    opening = crew.submit(lambda: TorchBackend(circle, control, name, bind))
+    crew.close()  # this is all it does
     while not opening.done():
         check()
         concurrent.futures.wait([opening], SLICE_S)
