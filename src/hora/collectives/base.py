@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from ..coordinator import Control
 from ..errors import HoraError
@@ -25,7 +24,7 @@ from ..transport import Handle, Registered, Transport
 from ..transport.base import CAME, COLLECTIVES, POINT_TO_POINT
 from . import auto, engine, halving, moves, ring, shared, star, tree
 from .accord import Accord, Deputy, Plan
-from .handles import Outside, Pending, Transit, deliver, received
+from .handles import Outside, Pending, Transit, changed, deliver, received
 from .hierarchy import BETWEEN, Between, Hierarchy
 from .reduction import Operation, check_dtype, check_tensor, operation_for
 
@@ -182,7 +181,7 @@ class Group:
                 host = host.clone()
             share = moves.reduce_scatter(self, host, operation).to(t.device)
             if overwrite:
-                _changed(t)
+                changed(t)
                 return share
             return share.clone() if share.is_cpu else share  # which keeps no more than itself
 
@@ -517,7 +516,7 @@ class Group:
         if finish and result:
             finish()
         if result and version is not None and tensor._version == version:
-            _changed(tensor)
+            changed(tensor)
         return tensor
 
     def _on_device(self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None]) -> torch.Tensor:
@@ -528,7 +527,7 @@ class Group:
         if flat.data_ptr() != plain.data_ptr():
             plain.copy_(flat.view(plain.shape))
         else:
-            _changed(tensor)
+            changed(tensor)
         return tensor
 
     def _flat(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
@@ -590,12 +589,6 @@ class Group:
 
 def _by_host(group: Group, flat: torch.Tensor, operation: Operation, between: Between) -> None:
     group.by_host(flat, operation, between)
-
-
-def _changed(tensor: torch.Tensor) -> None:
-    """Bytes that arrive go past torch, and autograd must know that values changed."""
-    if not tensor.is_inference():
-        increment_version(tensor)
 
 
 def _refuse_expanded(tensor: torch.Tensor) -> None:

@@ -93,10 +93,16 @@ def received(tensor: torch.Tensor, finish: Callable[[], None] | None) -> Callabl
     def done() -> None:
         if finish:
             finish()
-        elif not tensor.is_inference():
-            increment_version(tensor)
+        else:
+            changed(tensor)
 
     return done
+
+
+def changed(tensor: torch.Tensor) -> None:
+    """Bytes that arrive go past torch, and autograd must know that values changed."""
+    if not tensor.is_inference():
+        increment_version(tensor)
 
 
 def deliver(letters: queue.SimpleQueue[Handle | None]) -> None:
