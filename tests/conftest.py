@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from hora.launch.forkserver.client import shared
+from launching import LEAVE_S, Launcher, command_of, environment
+
 torch.set_num_threads(1)
 for name in [name for name in os.environ if name.startswith(("HORA_", "OMPI_COMM_", "SLURM_", "TORCHELASTIC_"))]:
     del os.environ[name]
@@ -30,6 +34,29 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> object:
     yield
     after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     assert not {name for name in after - before if "hora" in name}
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> Iterator[str]:
+    """One process that has imported torch, of which the ranks of all launches are forked."""
+    with shared(environment() | {"OMP_NUM_THREADS": "1"}) as path:
+        yield path
+
+
+@pytest.fixture
+def launcher(tmp_path: pathlib.Path, forkserver: str) -> Iterator[Launcher]:
+    """The real `hora`; a test after which anything of it is left fails."""
+    launcher = Launcher(tmp_path, forkserver)
+    shared_before = {name for name in os.listdir("/dev/shm") if "hora" in name}
+    yield launcher
+    alive = {pid: command_of(pid) for pid in launcher.wait_until_nobody(LEAVE_S)}
+    for pid in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not alive, "processes of the run were left"
+    assert {name for name in os.listdir("/dev/shm") if "hora" in name} <= shared_before
+    assert os.listdir(launcher.tmp) == []
+    assert list(launcher.state.rglob("control")) == []
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from conftest import Launcher
+from launching import Launcher
 
 PROBE = (torch.arange(12.0).view(2, 6) / 6).tolist()
 LIMIT_S = 100.0

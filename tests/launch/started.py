@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 
-from conftest import SCRIPTS, SRC
+from launching import SCRIPTS, SRC
 
 SALLOC = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_NODELIST": "n[1-4]"}
 

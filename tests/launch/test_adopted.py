@@ -13,8 +13,8 @@ import pytest
 import torch
 from started import SALLOC, Started
 
-from conftest import Launcher
 from hora.launch import codes
+from launching import Launcher
 
 pytestmark = pytest.mark.timeout(240)  # several processes import torch on whatever cores there are
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from conftest import SCRIPTS, Launcher
 from hora.launch import cli, codes, options
+from launching import SCRIPTS, Launcher
 
 RUN = ["run", "-n", "2"]
 

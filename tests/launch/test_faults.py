@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from conftest import Launcher, read_until
 from hora.launch import codes
+from launching import Launcher, read_until
 
 LINKS = ["auto", "tcp", "engine"]
 LOST = re.compile(r"\[(\d)\] at ([\d.]+): rank \d lost \[1\]: (.*)")

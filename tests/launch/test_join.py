@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Launcher, read_until
 from hora.launch import codes
+from launching import Launcher, read_until
 
 Start = Callable[..., subprocess.Popen[str]]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import SCRIPTS, Launcher, read_until
 from hora.launch import codes
+from launching import SCRIPTS, Launcher, read_until
 
 
 def test_every_rank_runs_and_the_script_gets_its_arguments_untouched(launcher: Launcher) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import SCRIPTS, Launcher
 from hora.launch import codes
 from hora.launch.output import IDLE_S, REDRAW_S, TRACEBACK_S, Log, Sink, Stream, as_shown
 from hora.launch.tracebacks import Fold, Verdict, exception_of, last_traceback, shorten
+from launching import SCRIPTS, Launcher
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>', "    f()"]
 

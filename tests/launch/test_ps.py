@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import SCRIPTS, Launcher, read_until
 from hora.launch import codes
+from launching import SCRIPTS, Launcher, read_until
 
 pytestmark = pytest.mark.timeout(240)  # several processes import torch on whatever cores there are
 

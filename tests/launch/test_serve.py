@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from predictions import LIMIT_S, Run, ask, running
 
-from conftest import Launcher
 from hora import checkpoint
 from hora.launch import codes, report
 from hora.launch.cli import main
+from launching import Launcher
 
 # Several processes import torch on whatever cores there are.
 pytestmark = pytest.mark.timeout(240)

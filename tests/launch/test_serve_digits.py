@@ -14,8 +14,8 @@ import pytest
 import torch
 from predictions import LIMIT_S, ask, running
 
-from conftest import Launcher
 from hora.datasets import digits
+from launching import Launcher
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import SCRIPTS, Launcher, read_until
 from hora.launch import cli, codes, servers, supervision
 from hora.launch.environment import read
 from hora.launch.servers import Costs
+from launching import SCRIPTS, Launcher, read_until
 
 PS = ("--strategy", "ps:mode=async")
 SYNC = ("--strategy", "ps")

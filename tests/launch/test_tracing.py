@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from conftest import Launcher
+from launching import Launcher
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "watch"))
 import spanfiles

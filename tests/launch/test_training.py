@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import SCRIPTS, Launcher, read_until
+from launching import SCRIPTS, Launcher, read_until
 
 TOTAL = 24  # 61 samples in batches of 8: 8 a epoch, the last of 5
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from conftest import Launcher
 from hora.launch import codes
 from hora.watch import memory
+from launching import Launcher
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -7,8 +7,8 @@ import signal
 import socket
 
 from .codes import ECHO_EXIT
+from .forkserver.client import Process
 from .output import Stream, seat_name
-from .process import Process
 from .tracebacks import exception_of, last_traceback
 
 
@@ -19,11 +19,15 @@ class Child(abc.ABC):
     rank: int
     host: str
     err: Stream
-    returncode: int | None
 
     @property
     @abc.abstractmethod
     def pid(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def returncode(self) -> int | None:
+        """As in subprocess, once `reap` was called."""
 
     @property
     def name(self) -> str:
@@ -68,25 +72,43 @@ class Child(abc.ABC):
         return exception_of(self.traceback())
 
 
-class Local(Process, Child):
+class Local(Child):
     """On this machine."""
 
-    def __init__(
-        self,
-        *,
-        role: str = "worker",
-        rank: int,
-        argv: list[str],
-        env: dict[str, str],
-        token_fd: int,
-        out: Stream,
-        err: Stream,
-    ) -> None:
+    def __init__(self, role: str, rank: int, process: Process, err: Stream) -> None:
         self.role = role
         self.rank = rank
         self.host = socket.gethostname()
         self.err = err
-        super().__init__(argv, env, token_fd, out, err)
+        self.process = process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.returncode
+
+    @property
+    def running(self) -> bool:
+        return self.process.returncode is None
+
+    def has_ended(self) -> bool:
+        return self.process.has_ended()
+
+    def reap(self) -> None:
+        self.process.reap()
+
+    def signal_main(self, number: int) -> None:
+        self.process.signal(number, group=False)
+
+    def signal_group(self, number: int) -> None:
+        self.process.signal(number, group=True)
+
+    @property
+    def how(self) -> str:
+        return self.process.lost or super().how
 
 
 def signal_name(number: int) -> str:

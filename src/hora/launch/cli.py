@@ -265,6 +265,12 @@ def hora(ctx: click.Context) -> None:
     default="auto",
     help="Colour the ranks' prefixes, e.g. --color never. Without it: auto, on a terminal unless NO_COLOR is set.",
 )
+@click.option(
+    "--no-fork",
+    is_flag=True,
+    help="Start every rank as a new interpreter that imports torch by itself, e.g. --no-fork. Without it: one process "
+    "per host imports torch once and ranks are forked from it; --python starts interpreters too.",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as for python -m, e.g. -m package.train.")
 @click.argument("command", metavar="SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -300,6 +306,7 @@ def run(
     trace_path: str | None,
     tensorboard: str | None,
     color: str,
+    no_fork: bool,
     module: bool,
     command: tuple[str, ...],
 ) -> int:
@@ -343,6 +350,7 @@ def run(
             gpus=gpus,
             ssh=ssh,
             python=python,
+            fork=not no_fork and python is None,
             interface=interface,
             env=tuple(_variable(each) for each in env),
             forward=forward,

@@ -57,6 +57,7 @@ class RunConfig:
     forward: tuple[str, ...] = ()
     interface: str | None = None
     engine: str | None = None  # what places the processes on other machines, if it is not ssh: ray
+    fork: bool = True  # ranks are forked from one process per host; else each is started as an interpreter
     gpus: float | None = None  # of each worker, for the engine; None: one if there are enough
 
     def __post_init__(self) -> None:

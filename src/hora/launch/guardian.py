@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 SWEEP_S = 1.5
 
 
-def sweep(run: str, *, limit_s: float = SWEEP_S) -> int:
-    """SIGKILLs every process of this user that carries HORA_RUN=`run`, except this one; returns how many it was.
+def sweep(run: str, *, spare: int = 0, limit_s: float = SWEEP_S) -> int:
+    """SIGKILLs every process of this user that carries HORA_RUN=`run`, except this one and `spare`; returns how many.
 
     Passes over /proc until two in a row find nobody, since a process may be just about to start another; ends after
     `limit_s` in any case. Without /proc (not Linux) it finds nobody. Thread-safe.
@@ -38,7 +38,7 @@ def sweep(run: str, *, limit_s: float = SWEEP_S) -> int:
     deadline = time.monotonic() + limit_s
     num_killed = num_quiet = 0
     while num_quiet < 2:
-        ended = _kill_all(run)
+        ended = _kill_all(run, spare)
         num_killed += len(ended)
         num_quiet = 0 if ended else num_quiet + 1
         for pidfd in ended:
@@ -51,12 +51,12 @@ def sweep(run: str, *, limit_s: float = SWEEP_S) -> int:
     return num_killed
 
 
-def _kill_all(run: str) -> list[int]:
+def _kill_all(run: str, spare: int) -> list[int]:
     """One pass; returns a pidfd for each process that was killed."""
     mark = b"HORA_RUN=" + run.encode()
     pidfds = []
     for pid in _own_processes():
-        if pid == os.getpid() or not _has(pid, mark):
+        if pid in (os.getpid(), spare) or not _has(pid, mark):
             continue
         try:
             pidfd = os.pidfd_open(pid)

@@ -12,6 +12,8 @@ from .servers import num_cores
 
 TRACE = "trace"  # the folder of the spans within the scratch
 
+OF_INTERPRETER = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1")}
+
 Seat = tuple[str, int]  # a role, and a number within it
 
 
@@ -48,18 +50,24 @@ class Crew:
         return self.size + self.num_servers + (self.workers if self.joins else 0)
 
 
-def environment(
-    config: RunConfig, crew: Crew, run_id: str, address: tuple[str, int], scratch: str, seat: Seat, token_fd: int
-) -> dict[str, str]:
-    """The environment of one rank, server or predictor on this machine: ours, and its identity.
+def common_environment(config: RunConfig, crew: Crew, run_id: str) -> dict[str, str]:
+    """What all processes of the run on this machine have: our own environment, and the mark of the run.
 
     An inherited identity is dropped: it belongs to the run that this launcher may itself be a part of. Each process
-    gets its share of the cores unless the user set OMP_NUM_THREADS. The token itself is never in here.
+    gets its share of the cores unless the user set OMP_NUM_THREADS.
     """
     env = {key: value for key, value in os.environ.items() if key not in NAMES} | dict(config.env)
     env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // crew.num_processes)))
+    return {**env, **OF_INTERPRETER, "HORA_RUN": run_id}
+
+
+def environment(
+    config: RunConfig, crew: Crew, run_id: str, address: tuple[str, int], scratch: str, seat: Seat
+) -> dict[str, str]:
+    """The environment of one rank, server or predictor on this machine. The token itself is never in here."""
+    env = common_environment(config, crew, run_id)
     env |= identity(config, crew, address, seat, seat[1], crew.size)
-    env |= {"HORA_RUN": run_id, "HORA_TOKEN_FD": str(token_fd), "HORA_SCRATCH": scratch}
+    env["HORA_SCRATCH"] = scratch
     if config.bind != LOOPBACK:
         env["HORA_BIND"] = config.bind
     if config.trace is not None:
@@ -79,8 +87,6 @@ def identity(
         "HORA_LOCAL_RANK": str(local_rank),
         "HORA_LOCAL_SIZE": str(local_size),
         "HORA_CONTROL": f"{address[0]}:{address[1]}",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
     }
     if crew.servers is not None:
         env["HORA_SERVERS"] = str(crew.servers)

@@ -20,7 +20,8 @@ from hora.strategies import Strategy, parse
 
 from . import runfile
 from .config import RunConfig
-from .identity import Crew
+from .forkserver.client import ForkServer, preloaded
+from .identity import Crew, common_environment
 from .local import conduct, facts
 from .output import Screen, make_log_dir, open_standard_descriptors
 from .runfile import Found, RunFile
@@ -109,6 +110,8 @@ def join(config: RunConfig) -> int:
     screen = Screen(size=first + config.size, color=config.color)
     beside = f"{found.path}-join-{first}" if config.run_dir else None
     with Wake() as wake, contextlib.ExitStack() as undo:
+        forks = ForkServer(common_environment(config, crew, run_id), preloaded(config))
+        undo.callback(forks.close)
         make_log_dir(config.log_dir)
         record = RunFile(directory=beside, name=f"{found.name}-join-{first}", warn=screen.say)
         undo.callback(record.close)
@@ -124,6 +127,7 @@ def join(config: RunConfig) -> int:
             screen=screen,
             wake=wake,
             show=Show(),
+            forks=forks,
         )
         return conduct(stage, undo)
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from . import servers
 from .config import RunConfig
+from .forkserver.client import ForkServer, preloaded
 from .guardian import Guardian
-from .identity import TRACE, Crew
+from .identity import TRACE, Crew, common_environment
 from .output import Screen, make_log_dir, open_standard_descriptors
 from .runfile import RunFile
 from .showing import Show
@@ -40,14 +41,16 @@ def run(config: RunConfig) -> int:
     if config.serve is not None:
         config.serve.check_port()
     crew = Crew(size=config.size, servers=config.servers, workers=config.size, serves=config.serve is not None)
-    screen = Screen(size=config.size, color=config.color)
-    if config.progress == "auto":
-        config = dataclasses.replace(config, progress="panel" if screen.can_panel else "plain")
     with Wake() as wake, contextlib.ExitStack() as undo:
+        forks = ForkServer(common_environment(config, crew, run_id), preloaded(config))  # it imports torch meanwhile
+        undo.callback(forks.close)
+        screen = Screen(size=config.size, color=config.color)
+        if config.progress == "auto":
+            config = dataclasses.replace(config, progress="panel" if screen.can_panel else "plain")
         desk = open_desk(config, crew, run_id, token)
         undo.callback(desk.close)
         notes = [why] if why else []
-        return conduct(open_stage(config, crew, run_id, token, desk, screen, wake, undo, notes), undo)
+        return conduct(open_stage(config, crew, run_id, token, desk, screen, wake, undo, notes, forks=forks), undo)
 
 
 def open_stage(
@@ -60,6 +63,8 @@ def open_stage(
     wake: Wake,
     undo: contextlib.ExitStack,
     notes: Sequence[str],
+    *,
+    forks: ForkServer | None = None,
     sites: Sites | None = None,
 ) -> Stage:
     """What a run of our own coordinator needs to be seen and found; `notes` are said first."""
@@ -86,6 +91,7 @@ def open_stage(
         screen=screen,
         wake=wake,
         show=show,
+        forks=forks,
         sites=sites,
     )
 

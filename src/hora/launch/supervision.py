@@ -33,10 +33,11 @@ from hora.strategies import parse
 from . import report
 from .child import Child, Local, signal_name
 from .config import RunConfig
+from .forkserver.client import ForkServer, Process
 from .guardian import Guardian, sweep
 from .hosts.site import Remote, Site
 from .hosts.sites import Sites, attend, watched
-from .identity import Crew, Seat, environment, token_descriptor
+from .identity import Crew, Seat, environment
 from .output import Screen, Stream
 from .report import Outcome
 from .runfile import RunFile
@@ -103,6 +104,7 @@ class Stage:
     screen: Screen
     wake: Wake
     show: Show
+    forks: ForkServer | None = None  # what starts the processes on this machine
     sites: Sites | None = None  # other hosts, whose agents start the processes
 
 
@@ -137,10 +139,12 @@ class Launch:
         self._guardian_fd = self._watch_guardian()
         self._show = stage.show
         self._sites = stage.sites
+        self._forks = stage.forks
 
     def supervise(self) -> Outcome:
         """Starts the processes and returns when none of them, and nothing that they started, is left."""
         try:
+            self._await_forks()
             for seat in self._seats:
                 self._turn(at_once=True)
                 if self._stopping:
@@ -151,6 +155,30 @@ class Launch:
         finally:
             self._end()
         return self._outcome()
+
+    def _await_forks(self) -> None:
+        """Until the fork server has imported torch."""
+        forks = self._forks
+        if forks is None:
+            return
+        self._selector.register(forks, selectors.EVENT_READ, forks)
+        if forks.complaints_fd >= 0:
+            self._selector.register(forks.complaints_fd, selectors.EVENT_READ, forks)
+        while not forks.ready and not forks.lost and not self._stopping:
+            self._turn()
+        if forks.problem and self._config.fork:
+            self._screen.say(f"each rank is started as a new interpreter, since {forks.problem}")
+
+    def _heed_forks(self, forks: ForkServer, fd: int) -> None:
+        if fd == forks.fileno():
+            forks.read()
+            over = bool(forks.lost)
+        else:
+            for line in forks.complaints():
+                self._screen.say(line)
+            over = forks.complaints_fd < 0
+        if over:
+            self._selector.unregister(fd)
 
     def flush(self) -> None:
         """Writes what is queued for our own output. A reader may take its time, but a signal ends its patience."""
@@ -193,23 +221,29 @@ class Launch:
                 self._mourn_guardian()
             elif key.data is self._show.bell and self._show.bell is not None:
                 self._show.answer()
+            elif isinstance(key.data, ForkServer):
+                self._heed_forks(key.data, key.fd)
             elif isinstance(key.data, Site):
                 for line in attend(key.data, key.fd, key.events, now):
                     self._screen.say(f"host {key.data.name}: {line}")
             elif key.events & selectors.EVENT_WRITE:
                 key.data.write_some()
-            elif isinstance(key.data, Local) and key.fd in key.data.pipes and key.data.read(key.fd, now) is False:
+            elif isinstance(key.data, Local) and self._read_pipe(key.data.process, key.fd, now) is False:
                 self._close_pipe(key.data, key.fd)
         if any(sink.gone for sink in self._screen.sinks) and not self._stopping:
             self._ask(signal.SIGPIPE, now)
         if self._sites is not None:
             self._heed_sites(self._sites, now)
-        if self._sites is not None or any(key.data is None for key, _ in ready):
-            self._judge(now)
+        self._judge(now)
         self._escalate(now)
         self._dismiss(now)
         self._show.tick(now, self._desk)
         self._screen.tick(now)
+
+    @staticmethod
+    def _read_pipe(process: Process, fd: int, now: float) -> bool | None:
+        """As Process.read; None also for a pipe that was closed earlier in this turn."""
+        return process.read(fd, now) if fd in process.pipes else None
 
     def _watch_output(self) -> None:
         """Waits for room on our output while something is queued; reads the ranks only while the queue is short."""
@@ -223,7 +257,7 @@ class Launch:
         if reading != self._reading:
             self._reading = reading
             for child in self._children:
-                for fd in child.pipes if isinstance(child, Local) else ():
+                for fd in child.process.pipes if isinstance(child, Local) else ():
                     self._watch_pipe(child, fd, reading)
 
     def _watch_bell(self) -> None:
@@ -269,7 +303,7 @@ class Launch:
         """Its end was seen. Its stream ends with the rank, not before: what is held back may be the first cause."""
         self._watch_pipe(child, fd, False)
         if not child.running:
-            child.close_pipe(fd)
+            child.process.close_pipe(fd)
 
     # -- ranks start and end -------------------------------------------------------------------------------------
 
@@ -289,17 +323,12 @@ class Launch:
         self._children.append(child)
 
     def _start_here(self, seat: Seat, out: Stream, err: Stream) -> Local:
-        stage, (role, rank) = self._stage, seat
-        token_fd = token_descriptor(stage.token)
-        try:
-            env = environment(self._config, stage.crew, stage.run_id, self._desk.address, self._scratch, seat, token_fd)
-            child = Local(role=role, rank=rank, argv=self._config.argv(), env=env, token_fd=token_fd, out=out, err=err)
-        finally:
-            os.close(token_fd)
+        stage, config = self._stage, self._config
+        assert self._forks is not None
+        env = environment(config, stage.crew, stage.run_id, self._desk.address, self._scratch, seat)
+        child = Local(*seat, self._forks.start(config.argv(), env, stage.token, out, err), err)
         self._guardian.group(child.pid)
-        if child.pidfd is not None:
-            self._selector.register(child.pidfd, selectors.EVENT_READ, None)
-        for fd in child.pipes:
+        for fd in child.process.pipes:
             self._watch_pipe(child, fd, self._reading)
         return child
 
@@ -310,9 +339,7 @@ class Launch:
             if not isinstance(child, Local):
                 child.reap()
                 continue
-            child.read_rest(now)
-            if child.pidfd is not None:
-                self._selector.unregister(child.pidfd)
+            child.process.read_rest(now)
             child.reap()
             self._guardian.forget(child.pid)
         # Of those that ended together, one that was killed comes before one that failed, as the likelier cause, and a
@@ -333,7 +360,7 @@ class Launch:
                 child.out.close()
                 child.err.close()
             elif isinstance(child, Local):
-                for fd in [fd for fd in child.pipes if child.read(fd, now) is False]:
+                for fd in [fd for fd in child.process.pipes if child.process.read(fd, now) is False]:
                     self._close_pipe(child, fd)
 
     def _weigh(self, child: Child, now: float) -> None:
@@ -497,16 +524,16 @@ class Launch:
         """Leaves nobody behind, then reads what is left in the pipes; bounded."""
         for child in self._running():
             child.signal_group(signal.SIGKILL)
-        sweep(self._stage.run_id)
+        sweep(self._stage.run_id, spare=self._forks.pid if self._forks is not None else 0)
         self._ending = True
         deadline = time.monotonic() + DRAIN_S
         while any(self._still_open(child) for child in self._children) and time.monotonic() < deadline:
             self._turn(until=deadline)
         for child in self._children:
             if isinstance(child, Local):
-                child.read_rest(time.monotonic())
-                for fd in list(child.pipes):
-                    child.close_pipe(fd)
+                child.process.read_rest(time.monotonic())
+                for fd in list(child.process.pipes):
+                    child.process.close_pipe(fd)
         if echo := self._lone_echo:
             self._blame(echo)
         self._show.close_panel()
@@ -518,7 +545,7 @@ class Launch:
     @staticmethod
     def _still_open(child: Child) -> bool:
         """Whether more may come of what it wrote."""
-        return bool(child.pipes) if isinstance(child, Local) else child.running
+        return bool(child.process.pipes) if isinstance(child, Local) else child.running
 
     # -- what is said --------------------------------------------------------------------------------------------
 

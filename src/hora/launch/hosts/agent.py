@@ -31,10 +31,10 @@ from hora.errors import HoraError
 from hora.interface import kernel
 
 from ..config import check_module
+from ..forkserver.client import ForkServer, Process
 from ..guardian import Guardian, sweep
-from ..identity import TRACE, token_descriptor
+from ..identity import OF_INTERPRETER, TRACE
 from ..names import NAMES
-from ..process import Process
 from ..servers import num_cores
 from ..wake import STOPPING, Wake
 from .frames import (
@@ -114,6 +114,8 @@ class Agent:
         self._listener: handshake.Listener | None = None
         self._guardian: Guardian | None = None
         self._scratch = ""
+        self._forks: ForkServer | None = None
+        self._waiting: list[Start] = []  # for the fork server
         self._processes: dict[Seat, Process] = {}
         self._ended_at: dict[Seat, float] = {}
         self._heard_at = time.monotonic()
@@ -150,8 +152,12 @@ class Agent:
                 self._read(now)
             elif key.fd == self._stdout and events & selectors.EVENT_WRITE:
                 self._write()
+            elif isinstance(key.data, ForkServer):
+                self._heed_forks(key.data, key.fd)
             elif isinstance(key.data, tuple):
                 self._listen_to(key.data, key.fd, now)
+        while self._waiting and self._forks is not None and (self._forks.ready or self._forks.lost):
+            self._start(self._forks, self._waiting.pop(0))
         self._judge(now)
         if now >= self._beat_at:
             self._beat_at = now + BEAT_S
@@ -172,9 +178,9 @@ class Agent:
         }
         if self._out:
             wanted[self._stdout] = (wanted.get(self._stdout, (0, None))[0] | selectors.EVENT_WRITE, None)
+        if self._forks is not None and not self._forks.lost:
+            wanted |= dict.fromkeys(self._forks.descriptors(), (selectors.EVENT_READ, self._forks))
         for seat, process in self._processes.items():
-            if process.pidfd is not None:
-                wanted[process.pidfd] = (selectors.EVENT_READ, None)
             if len(self._out) < FULL_BYTES and not self._held:
                 wanted |= dict.fromkeys(process.pipes, (selectors.EVENT_READ, seat))
         there = self._selector.get_map()
@@ -214,7 +220,10 @@ class Agent:
     def _obey(self, message: FromLauncher) -> None:
         if isinstance(message, Hello):
             self._hello = message
-            self.send(self._facts(message))
+            facts = self._facts(message)
+            self.send(facts)
+            if not facts.problem:
+                self._open_forks(message)
         elif self._hello is None:
             raise HoraError("the first word was no greeting")
         elif isinstance(message, Route):
@@ -222,11 +231,9 @@ class Agent:
         elif isinstance(message, Probe):
             self.send(self._probe(message))
         elif isinstance(message, Start):
-            self._start(message)
+            self._waiting.append(message)
         elif isinstance(message, Signal):
-            process = self._processes.get((message.role, message.rank))
-            if process is not None:
-                (process.signal_group if message.group else process.signal_main)(message.number)
+            self._signal(message)
         elif isinstance(message, Hold):
             self._held = message.on
         elif isinstance(message, End):
@@ -302,32 +309,52 @@ class Agent:
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
-    def _start(self, start: Start) -> None:
-        assert self._hello is not None
-        if self._guardian is None:
-            if self._listener is not None:
-                self._listener.close()
-            self._guardian = Guardian(self._hello.mark)
-            self._scratch = tempfile.mkdtemp(prefix="hora-")
-            self._guardian.file(self._scratch)
+    def _open_forks(self, hello: Hello) -> None:
+        """What all processes here have in common; torch is imported while the hosts still look for each other."""
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // hello.processes)))
+        os.environ.update({**OF_INTERPRETER, "HORA_HOST": hello.host})
+        self._guardian = Guardian(hello.mark)
+        self._scratch = tempfile.mkdtemp(prefix="hora-")
+        self._guardian.file(self._scratch)
+        self._forks = ForkServer(
+            {**os.environ, "HORA_RUN": hello.mark}, tuple(hello.modules) if hello.processes > 1 else ()
+        )
+
+    def _heed_forks(self, forks: ForkServer, fd: int) -> None:
+        if fd == forks.fileno():
+            forks.read()
+            if forks.problem and self._hello is not None and self._hello.processes > 1 and self._hello.modules:
+                print(f"each rank is started as a new interpreter, since {forks.problem}", file=sys.stderr, flush=True)
+        else:
+            for line in forks.complaints():
+                print(line, file=sys.stderr, flush=True)
+
+    def _signal(self, message: Signal) -> None:
+        seat = (message.role, message.rank)
+        process = self._processes.get(seat)
+        if process is not None:
+            process.signal(message.number, group=message.group)
+        elif waiting := [start for start in self._waiting if (start.role, start.rank) == seat]:
+            self._waiting.remove(waiting[0])
+            self.send(Ended(*seat, -message.number))
+
+    def _start(self, forks: ForkServer, start: Start) -> None:
+        assert self._hello is not None and self._guardian is not None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         seat = (start.role, start.rank)
-        env = {**os.environ, **start.env}
-        env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // start.processes)))
-        env |= {"HORA_RUN": self._hello.mark, "HORA_HOST": self._hello.host, "HORA_SCRATCH": self._scratch}
+        env = {**os.environ, **start.env, "HORA_RUN": self._hello.mark, "HORA_SCRATCH": self._scratch}
         if not interface.is_loopback(self._address):
             env["HORA_BIND"] = self._address
         if start.trace:
             env["HORA_TRACE"] = os.path.join(self._scratch, TRACE)
-        token_fd = token_descriptor(self._hello.token)
-        env["HORA_TOKEN_FD"] = str(token_fd)
         try:
             outlets = Outlet(self, seat, 1), Outlet(self, seat, 2)
-            process = Process([sys.executable, *start.argv], env, token_fd, *outlets)
+            process = forks.start([sys.executable, *start.argv], env, self._hello.token, *outlets)
         except OSError as problem:
             self.send(Started(*seat, 0, problem.strerror or str(problem)))
             return
-        finally:
-            os.close(token_fd)
         self._guardian.group(process.pid)
         self._processes[seat] = process
         self.send(Started(*seat, process.pid))
@@ -356,13 +383,16 @@ class Agent:
         for number, patience_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
             running = [process for process in self._processes.values() if process.running]
             for process in running:
-                process.signal_group(number)
+                process.signal(number, group=True)
             deadline = time.monotonic() + (patience_s if running else 0.0)
             while any(p.running and not p.has_ended() for p in running) and time.monotonic() < deadline:
+                assert self._forks is not None
+                self._forks.read()
                 time.sleep(0.01)
         self._judge(time.monotonic() + DRAIN_S)
-        if self._hello is not None and self._guardian is not None:
-            sweep(self._hello.mark)
+        if self._hello is not None and self._forks is not None:
+            sweep(self._hello.mark, spare=self._forks.pid)
+            self._forks.close()
         if self._why_end == TOLD:
             self._give_files()
             self.send(Bye())

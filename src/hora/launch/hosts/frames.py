@@ -21,7 +21,7 @@ from hora.coordinator.messages import LENGTH, MAX_FRAME_BYTES, Frames
 
 __all__ = ["MAX_FRAME_BYTES", "Frames", "FromAgent", "FromLauncher", "decode_agent", "decode_launcher", "frame"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 OUTPUT_BYTES = 1 << 16  # of one Output
 FILE_BYTES = 1 << 19  # of one File
 
@@ -35,7 +35,8 @@ class Message(msgspec.Struct, tag_field="do"):
 
 class Hello(Message, tag="hello"):
     """`mark` is what every process that this agent starts carries as HORA_RUN; `host` what the user calls the host.
-    `command` is the script, or the module, that ranks will run."""
+    `command` is the script, or the module, that ranks will run. Of the run, `processes` share the cores of this
+    machine; they are forked from one that has imported `modules`, if there are any."""
 
     protocol: int
     host: str
@@ -45,6 +46,8 @@ class Hello(Message, tag="hello"):
     command: str
     module: bool
     env: dict[str, str]
+    processes: int
+    modules: list[str]
 
 
 class Route(Message, tag="route"):
@@ -72,7 +75,6 @@ class Start(Message, tag="start"):
     rank: int
     argv: list[str]
     env: dict[str, str]
-    processes: int  # of the run on this host, who share its cores
     trace: bool = False
 
 

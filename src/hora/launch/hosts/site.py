@@ -55,10 +55,10 @@ class Remote(Child):
         self.out = out
         self.err = err
         self.told_pid = 0
-        self.returncode: int | None = None
         self.lost = ""  # why nothing is known of its end
         self._site = site
         self._code: int | None = None
+        self._reaped = False
 
     @property
     def pid(self) -> int:
@@ -66,8 +66,12 @@ class Remote(Child):
         return self.told_pid
 
     @property
+    def returncode(self) -> int | None:
+        return self._code if self._reaped else None
+
+    @property
     def running(self) -> bool:
-        return self.returncode is None
+        return not self._reaped
 
     def end(self, code: int, lost: str = "") -> None:
         """It has ended, as the agent says; or its host is lost."""
@@ -75,10 +79,10 @@ class Remote(Child):
             self._code, self.lost = code, lost
 
     def has_ended(self) -> bool:
-        return self.returncode is None and self._code is not None
+        return not self._reaped and self._code is not None
 
     def reap(self) -> None:
-        self.returncode = self._code
+        self._reaped = True
 
     @property
     def how(self) -> str:

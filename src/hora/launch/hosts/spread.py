@@ -16,6 +16,7 @@ import os
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from hora import interface
 
 from .. import codes
 from ..config import LOOPBACK, RunConfig
+from ..forkserver.client import preloaded
 from ..identity import Crew, Seat, identity
 from ..local import conduct, open_desk, open_stage, settle_servers
 from ..names import NAMES
@@ -51,7 +53,7 @@ PASSED_ON = (
     "PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_*", "MKL_*", "CUDA_*", "NCCL_*", "GLOO_*", "TORCH_*",
     "HORA_*",
 )  # fmt: skip
-KEPT_HERE = (*NAMES, "HORA_SSH", "HORA_DASHBOARD", "HORA_HOST", "HORA_TOKEN_FILE")
+KEPT_HERE = (*NAMES, "HORA_SSH", "HORA_DASHBOARD", "HORA_HOST", "HORA_TOKEN_FILE", "HORA_FORKSERVER")
 
 Opener = Callable[[RunConfig, Wake, contextlib.ExitStack], "Opening"]
 
@@ -82,7 +84,7 @@ def run(config: RunConfig, opener: Opener) -> int:
             opening = opener(config, wake, undo)
             sites = Sites(opening.sites, wake)
             undo.callback(sites.close)
-            notes = _greet(sites, config, run_id, token, opening.sorry)
+            notes = _greet(sites, opening, config, run_id, token)
             desk = _open_desk(config, crew, run_id, token, sites)
             undo.callback(desk.close)
             notes += _connect(sites, config, desk)
@@ -91,7 +93,7 @@ def run(config: RunConfig, opener: Opener) -> int:
             return codes.of_signal(stopped.number)
         _seat(sites, opening.seats, config, crew)
         notes += [why] if why else []
-        return conduct(open_stage(config, crew, run_id, token, desk, screen, wake, undo, notes, sites), undo)
+        return conduct(open_stage(config, crew, run_id, token, desk, screen, wake, undo, notes, sites=sites), undo)
 
 
 def by_ssh(config: RunConfig, wake: Wake, undo: contextlib.ExitStack) -> Opening:
@@ -131,17 +133,21 @@ def place(config: RunConfig) -> list[list[Seat]]:
 # -- before anything starts --------------------------------------------------------------------------------------------
 
 
-def _greet(sites: Sites, config: RunConfig, run_id: str, token: bytes, sorry: Callable[[Site], str]) -> list[str]:
+def _greet(sites: Sites, opening: Opening, config: RunConfig, run_id: str, token: bytes) -> list[str]:
     """What every host is: refused if one could not run this; a line for what is merely odd."""
-    env = forwarded(config)
+    env, modules = forwarded(config), list(preloaded(config))
+    processes: Counter[str] = Counter()  # by machine
+    for site, seats in zip(sites.all, opening.seats, strict=True):
+        processes[site.machine] += len(seats)
     for number, site in enumerate(sites.all):
         site.mark = f"{run_id}.{number}"  # of its own: an agent that ends takes along what carries its mark
 
     def hello(site: Site) -> Hello:
-        return Hello(PROTOCOL, site.name, site.mark, token, os.getcwd(), config.command[0], config.module, env)
+        where = os.getcwd(), config.command[0], config.module
+        return Hello(PROTOCOL, site.name, site.mark, token, *where, env, processes[site.machine], modules)
 
     began_ns = time.time_ns()
-    found = sites.ask(hello, Facts, OPEN_S, sorry)
+    found = sites.ask(hello, Facts, OPEN_S, opening.sorry)
     ended_ns = time.time_ns()
     compare([site.name for site in sites.all], found)
     if config.hosts:
@@ -312,7 +318,6 @@ def _seat(sites: Sites, seats: Sequence[Sequence[Seat]], config: RunConfig, crew
     def describe(seat: Seat) -> Start:
         at = sites.places[seat]
         env = identity(config, crew, at.site.desk, seat, at.local_rank, at.local_size)
-        mates = sum(other.site.machine == at.site.machine for other in sites.places.values())
-        return Start(*seat, config.argv()[1:], env, mates, config.trace is not None)
+        return Start(*seat, config.argv()[1:], env, config.trace is not None)
 
     sites.describe = describe

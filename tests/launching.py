@@ -1,4 +1,4 @@
-"""`launcher`: runs the real `hora`, and after each test makes sure that nothing of it is left."""
+"""Launching: the real `hora` as a test starts it, with an environment of its own. The fixture `launcher` makes one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-SCRIPTS = Path(__file__).parent / "scripts"
-SRC = Path(__file__).parents[2] / "src"
-MARK = "MARK_OF_HORA_TEST"
+SCRIPTS = Path(__file__).parent / "launch" / "scripts"
+SRC = Path(__file__).parents[1] / "src"
+MARK = "MARK_OF_HORA_TEST"  # a variable by which a test finds all that descends from it
+ALONE = {"HORA_FORKSERVER": ""}  # a launch that has a fork server of its own, as users have it
 LEAVE_S = 20.0  # nobody may be left; how soon is for the tests that ask
+
+
+_OWN = re.compile(r"HORA_|OMPI_COMM_|PMIX_|SLURM_|OMP_NUM_THREADS$|NO_COLOR$|RANK$|WORLD_SIZE$|MASTER_")
+
+
+def environment() -> dict[str, str]:
+    """For processes that a test starts: this one's, without what tells them that they belong to a run."""
+    path = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {name: value for name, value in os.environ.items() if not _OWN.match(name)} | {"PYTHONPATH": path}
 
 
 def _listen_to_hangups() -> None:
@@ -29,14 +36,14 @@ def _listen_to_hangups() -> None:
 class Launcher:
     """Starts `hora …` with an environment of its own; `alive()` finds everything that descends from it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, forkserver: str) -> None:
         self.state = folder / "state"
         self.tmp = folder / "tmp"
         self.tmp.mkdir()
         self.mark = f"{MARK}={secrets.token_hex(8)}"
-        drop = re.compile(r"HORA_|OMP_NUM_THREADS|NO_COLOR|RANK|WORLD_SIZE")
-        self.env = {key: value for key, value in os.environ.items() if not drop.match(key)}
+        self.env = environment()
         self.env |= {
+            "HORA_FORKSERVER": forkserver,
             MARK: self.mark.partition("=")[2],
             "XDG_STATE_HOME": str(self.state),
             "HORA_DASHBOARD": "off",  # where nobody looks; those who test it say otherwise
@@ -44,7 +51,6 @@ class Launcher:
             "TORCHINDUCTOR_CACHE_DIR": str(
                 folder / "inductor"
             ),  # else torch may make it in TMPDIR, which must stay empty
-            "PYTHONPATH": os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
 
     def start(self, *arguments: object, cwd: Path = SCRIPTS, **env: str) -> subprocess.Popen[str]:
@@ -81,21 +87,6 @@ class Launcher:
         while (alive := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.02)
         return alive
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    launcher = Launcher(tmp_path)
-    shared_before = {name for name in os.listdir("/dev/shm") if "hora" in name}
-    yield launcher
-    alive = {pid: command_of(pid) for pid in launcher.wait_until_nobody(LEAVE_S)}
-    for pid in alive:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not alive, "processes of the run were left"
-    assert {name for name in os.listdir("/dev/shm") if "hora" in name} <= shared_before
-    assert os.listdir(launcher.tmp) == []
-    assert list(launcher.state.rglob("control")) == []
 
 
 def command_of(pid: int) -> str:

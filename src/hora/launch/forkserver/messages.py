@@ -1,0 +1,89 @@
+"""What a launcher and a fork server say to each other over a Unix socket: typed messages in msgpack, in frames.
+
+    launcher                                    fork server
+                                        ◀──     Ready      torch is imported, or why ranks will not be forked
+      Start  argv, env + descriptors    ──▶
+                                        ◀──     Started    its pid, or why it could not be started
+      Signal                            ──▶
+                                        ◀──     Ended      exit status, peak memory
+
+The launcher's end of the socket is its life: when it closes, the fork server kills what it has started for it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from hora.coordinator.messages import LENGTH, MAX_FRAME_BYTES, Frames
+
+__all__ = [
+    "Ended",
+    "Frames",
+    "FromServer",
+    "Ready",
+    "Signal",
+    "Start",
+    "Started",
+    "decode_client",
+    "decode_server",
+    "frame",
+]
+
+MAX_DESCRIPTORS = 8
+
+
+class Message(msgspec.Struct, tag_field="do"):
+    """The base of all."""
+
+
+class Start(Message, tag="start"):
+    """One process. Three descriptors come with it, its stdin, stdout and stderr, and then one for each name in
+    `passed`: the variable of that name tells the process its number."""
+
+    argv: list[str]  # the interpreter, perhaps -m, the script and its arguments
+    env: dict[str, str]
+    cwd: str
+    passed: list[str] = []
+    fork: bool = True  # else a new interpreter is started
+
+
+class Signal(Message, tag="signal"):
+    """To the process alone, or to its group."""
+
+    pid: int
+    number: int
+    group: bool
+
+
+class Ready(Message, tag="ready"):
+    """`problem` says why processes will be started as new interpreters instead; empty if they will be forked."""
+
+    pid: int
+    problem: str = ""
+
+
+class Started(Message, tag="started"):
+    pid: int
+    problem: str = ""
+
+
+class Ended(Message, tag="ended"):
+    """`code` as in subprocess. Nothing of the process's group is left."""
+
+    pid: int
+    code: int
+    peak_bytes: int
+
+
+FromServer = Ready | Started | Ended
+
+_encode = msgspec.msgpack.Encoder().encode
+decode_client = msgspec.msgpack.Decoder(Start | Signal).decode
+decode_server = msgspec.msgpack.Decoder(FromServer).decode
+
+
+def frame(message: Message) -> bytes:
+    body = _encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"arguments and environment have {len(body)} bytes; the limit is {MAX_FRAME_BYTES}")
+    return LENGTH.pack(len(body)) + body
