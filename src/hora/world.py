@@ -210,7 +210,13 @@ class World:
             if check:
                 check()
 
-        return self.control.get(key, self.timeout_s, look)
+        try:
+            return self.control.get(key, self.timeout_s, look)
+        except PeerLost:
+            told = self.control.peek(key)  # it may have come before its rank left
+            if told is None:
+                raise
+            return told
 
     def _find_hosts(self) -> tuple[int, ...]:
         """For each rank the first of those that can pass it a descriptor: all say what they found. Collective."""

@@ -14,6 +14,7 @@ def bench(ctx: click.Context) -> None:
     """Measure Hora against its peers on this machine.
 
     \b
+      hora bench start
       hora bench allreduce -n 2
       hora bench train -n 2 --model mlp
       hora bench ps -n 2 --servers 1
@@ -26,6 +27,31 @@ def bench(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+
+
+@bench.command()
+@click.option(
+    "--ranks", default="2,8,32", metavar="LIST", help="Numbers of ranks, e.g. --ranks 2,8. Without it: 2,8,32."
+)
+@click.option("--repeats", type=Whole(), default=5, help="Measurements of each, e.g. --repeats 9. Without it: 5.")
+@click.option(
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+)
+def start(ranks: str, repeats: int, json_path: str | None) -> int:
+    """How long ranks take to start and end, against python on the same file and torchrun; and their memory.
+
+    \b
+      hora bench start --ranks 2,8
+    """
+    from hora.bench import start as starting
+
+    sizes = [int(part) if part.strip().isdecimal() else 0 for part in ranks.split(",")]
+    if not all(sizes):
+        raise click.UsageError(f"--ranks takes whole numbers of at least 1, not {ranks!r}; e.g. --ranks 2,8")
+    try:
+        return starting.main(sizes, repeats, json_path)
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from None
 
 
 @bench.command()

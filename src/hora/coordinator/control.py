@@ -103,6 +103,13 @@ class Control(abc.ABC):
         """The value under `key`; blocks until somebody has put it, or `check`, called after every event, raises."""
         return self._ask(Get(key=key), timeout_s, f"somebody to put {key!r}", check=check).value
 
+    def peek(self, key: str) -> bytes | None:
+        """The value under `key` if there is one now."""
+        try:
+            return self._ask(Get(key=key, wait=False), ANSWER_S, f"the coordinator's answer about {key!r}").value
+        except HoraError:
+            return None
+
     def lease(self, name: str, seconds: float) -> bool:
         """Whether `name` is ours now, for `seconds`; asking again while it is ours prolongs it."""
         return self._ask(Lease(name=name, seconds=seconds), ANSWER_S, f"the lease {name!r}").value == b"held"

@@ -74,9 +74,10 @@ class Put(Request, tag="put"):
 
 
 class Get(Request, tag="get"):
-    """Answered with the value, when there is one: at once, or after somebody has put it."""
+    """Answered with the value, when there is one: at once, or, with `wait`, after a member has put it."""
 
     key: str
+    wait: bool = True
 
 
 class Lease(Request, tag="lease"):

@@ -362,6 +362,8 @@ class Coordinator:
     def _get(self, connection: int, request: Get) -> Out:
         if request.key in self._values:
             return [(connection, Reply(id=request.id, value=self._values[request.key]))]
+        if not request.wait:
+            return self._answer(connection, request, error=f"there is nothing under {request.key!r}")
         self._waiting.setdefault(request.key, []).append((connection, request.id))
         return []
 
