@@ -27,6 +27,7 @@ from .errors import HoraError, PeerLost
 from .launch import environment
 from .launch.codes import ECHO_EXIT, SCRIPT_FAILED
 from .launch.environment import Identity
+from .launch.forkserver import interpreter
 from .launch.meeting import Meeting, meet
 from .progress import Progress
 from .roster import Roster
@@ -387,6 +388,9 @@ class Job:
         self._closed = True
         if _current is self:
             _current = None
+        unfinished = "" if self._failed or self.role != "worker" else self.training.end_inside()
+        if unfinished:
+            self.fail(unfinished)
         if not self._failed and self.role == "worker":
             if self._progress is not None:
                 self._progress.close(self.training)
@@ -411,6 +415,19 @@ class Job:
                 time.sleep(0.01)
             service.close()
         self._meeting.control.close()
+        if unfinished:
+            raise HoraError(
+                f"{self._member}: {unfinished}. Leave it with break, or end all workers with job.stop(reason)"
+            )
+
+    def _close_at_exit(self) -> None:
+        try:
+            self.close()
+        except HoraError as problem:
+            print(f"hora.errors.HoraError: {problem}", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(SCRIPT_FAILED)  # an exit function has no other way to choose the code
 
     def fail(self, reason: str) -> None:
         """This rank is about to die of `reason`: the others hear it at once."""
@@ -483,6 +500,12 @@ def init(
     if identity.joined:
         job.training.begin_at(meeting.control.newest_epoch() or 0)
     _label_records(identity)
+    if identity.rank == 0 and identity.role == "worker" and (late := interpreter.changed_too_late()):
+        log.warning(
+            "the script sets %s, which has no effect: torch is imported before ranks are forked. Set it with "
+            "hora run --env %s=%s, or start interpreters with hora run --no-fork",
+            " and ".join(late), late[0], os.environ.get(late[0], ""),
+        )  # fmt: skip
     if identity.launcher != "alone":
         environment.take_rank()
         _keep_scratch(identity.scratch)
@@ -494,7 +517,7 @@ def init(
         meeting.control.on_lost = job._lose_coordinator
     if identity.role == "predictor" and identity.launcher == "alone":
         atexit.register(_complain_of_nothing, job)  # after `close`
-    atexit.register(job.close)
+    atexit.register(job._close_at_exit)
     return job
 
 
@@ -601,7 +624,10 @@ def _report_failures(job: Job) -> None:
             else:
                 _show(error, trace)
             _exit(ECHO_EXIT)
-        if not issubclass(kind, KeyboardInterrupt):
+        if issubclass(kind, KeyboardInterrupt):
+            with contextlib.suppress(Exception):
+                job.training.go_on()
+        else:
             job.fail(f"{kind.__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}".rstrip(": "))
         if isinstance(error, HoraError) or (isinstance(error, ValueError) and _is_ours(trace)):
             _show(error, trace)

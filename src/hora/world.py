@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from .collectives.base import Group
+from .collectives.deadlock import Deadlocks
 from .coordinator import Control, Event, Member
 from .errors import HoraError, OutOfMemory, PeerLost
 from .interface import kernel
@@ -100,7 +101,9 @@ class World:
         self._torch_attempts = 0
         self._founder: Group | None = None  # the group that is about to make another
         self._closed = False
+        self._deadlocks = Deadlocks(control, str(members[rank]), self._numbers, self._break_off)
         control.listen(self._hear)
+        control.listen(self._deadlocks.hear)
         _forget_after_fork(self)
         if self._lounge is None:
             self._meet()
@@ -133,6 +136,7 @@ class World:
             found=lambda ranks, wanted, part: self._subgroup(group, ranks, wanted, part),
             closed=lambda: self._groups.remove(group) if group in self._groups else None,
             whole=whole,
+            deadlocks=self._deadlocks,
         )
         if whole is not None:
             return group
@@ -263,6 +267,14 @@ class World:
     def _address(self, rank: int) -> tuple[str, int]:
         host, port = self._word(rank, f"g{self.generation}/tcp/{rank}").decode().split()
         return host, int(port)
+
+    def _numbers(self) -> dict[str, int]:
+        """How many calls this rank has begun in each group."""
+        return {group.transport.circle.name: group.accord.number for group in list(self._groups)}
+
+    def _break_off(self, cause: HoraError) -> None:
+        for group in list(self._groups):
+            group.accord.break_off(cause)
 
     # -- the others' fate ----------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class Recorder:
     def absent(self, loader: Shard, portion: Portion) -> None:
         self.calls.append(("absent", portion.batch))
 
-    def leave(self, loader: Shard, finished: bool) -> None:
+    def leave(self, loader: Shard, finished: bool, raised: bool) -> None:
         self.calls.append(("leave", finished))
 
     def share_order(self, indices: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,7 @@ class Accord(Watcher):
         self._ranks = {member.rank: index for index, member in enumerate(transport.circle.members)}
         self._calls: list[tuple[int, int, Plan] | None] = [None] * KEPT
         self._ahead: dict[int, tuple[int, int, str]] = {}  # calls that others have reached and we have not
+        self.notice: Callable[[], None] = lambda: None  # a wait has lasted for a moment
         self._sent: dict[tuple[int, int], int] = {}
         self._letters: dict[tuple[int, int, int], str] = {}
         transport.watcher = self
@@ -121,6 +122,7 @@ class Accord(Watcher):
     def waiting(self, peers: tuple[int, ...]) -> None:
         if self.number:
             self._say(Word("wait", self.number, self.stamp, self._current().text), peers)
+        self.notice()
 
     def differ(self, peer: int, channel: int) -> HoraError:
         if channel == POINT_TO_POINT:

@@ -24,6 +24,7 @@ from ..transport import Handle, Registered, Transport
 from ..transport.base import CAME, COLLECTIVES, POINT_TO_POINT
 from . import auto, engine, halving, moves, ring, shared, star, tree
 from .accord import Accord, Deputy, Plan
+from .deadlock import Deadlocks
 from .handles import Outside, Pending, Transit, changed, deliver, received
 from .hierarchy import BETWEEN, Between, Hierarchy
 from .reduction import Operation, check_dtype, check_tensor, operation_for
@@ -65,6 +66,7 @@ class Group:
         found: Callable[[list[int], str, bool], Group | None] | None = None,
         closed: Callable[[], None] | None = None,
         whole: Group | None = None,
+        deadlocks: Deadlocks | None = None,
     ) -> None:
         self.transport = transport
         self.rank = transport.rank
@@ -83,6 +85,13 @@ class Group:
         self._engines: dict[str, Transport] = {}
         self._hierarchy: Hierarchy | None = None
         self.accord: Accord = Accord(transport, control) if whole is None else Deputy(transport, control, whole.accord)
+        self.purpose: Callable[[], str] = lambda: self.accord.doing()  # what a wait in it is for, in words
+        self.before_call: Callable[[], None] | None = None
+        self.deadlocks = deadlocks
+        self.waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # around waits for other ranks
+        if deadlocks is not None:
+            self.accord.notice = deadlocks.notice
+            self.waits = deadlocks.place(transport.circle.name, lambda: self.purpose())
         self._staging = shared.Staging.open(transport) if transport.shares_memory else None
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._turn = threading.RLock()  # whoever has it makes a call
@@ -475,6 +484,14 @@ class Group:
         self._hierarchy.all_reduce(self, flat, operation, between)
 
     def _issue(self, plan: Plan, argument: Any, wait: bool) -> Any:
+        if self.before_call is not None:
+            self.before_call()
+        if not wait or self.size == 1:
+            return self._give(plan, argument, wait)
+        with self.waits:
+            return self._give(plan, argument, wait)
+
+    def _give(self, plan: Plan, argument: Any, wait: bool) -> Any:
         if wait and (not self._outstanding or threading.current_thread() is self._thread):
             with self._turn:
                 return self.perform(plan, argument)

@@ -173,10 +173,13 @@ class Reply(msgspec.Struct, tag_field="do", tag="reply", kw_only=True):
 
 
 class Event(msgspec.Struct, tag_field="do", tag="event", kw_only=True):
-    """What happened, pushed to every member: formed, joined, left, died, stop, told, expired."""
+    """What happened, pushed to every member: formed, joined, left, died, stop, told, expired.
+
+    `failed`: who died has told why itself, by an exception of its script."""
 
     kind: str
     generation: int
+    failed: bool = False
     member: Member | None = None
     text: str = ""
     topic: str = ""

@@ -101,6 +101,11 @@ class Service:
         with self._order:
             return self.coordinator.joined
 
+    def failures(self) -> list[tuple[tuple[str, int], str]]:
+        """Who said that it fails, as role and rank, and why, in that order."""
+        with self._order:
+            return list(self.coordinator.failures)
+
     def values(self, prefix: str) -> dict[str, bytes]:
         """What members have put under keys that begin so, for the launcher's record of the run."""
         with self._order:

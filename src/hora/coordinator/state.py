@@ -91,6 +91,7 @@ class Coordinator:
         self.servers = servers
         self.generation = 0
         self.stop_reason: str | None = None
+        self.failures: list[tuple[Key, str]] = []  # who said that it fails, and why, in that order
         self.book = Book()
         self.witness: Witness | None = None
         self._seats: dict[Key, _Seat] = {}
@@ -145,7 +146,9 @@ class Coordinator:
         if isinstance(request, Leave):
             return self._depart(key, "left", "its script ended") + self._answer(connection, request)
         if isinstance(request, Fail):
-            return self._depart(key, "died", request.reason) + self._answer(connection, request)
+            if key[0] in COUNTED:
+                self.failures.append((key, request.reason[:MAX_VALUE_BYTES]))
+            return self._depart(key, "died", request.reason, failed=True) + self._answer(connection, request)
         if isinstance(request, Put):
             return self._put(connection, request)
         if isinstance(request, Get):
@@ -327,7 +330,7 @@ class Coordinator:
         self._joining = []
         return out
 
-    def _depart(self, key: Key, state: str, reason: str) -> Out:
+    def _depart(self, key: Key, state: str, reason: str, failed: bool = False) -> Out:
         """The first word on a member's end counts, except that one which has left may still be found to have failed."""
         seat = self._seats[key]
         if seat.state == "died" or seat.state == state:
@@ -342,7 +345,9 @@ class Coordinator:
             return []
         if self.generation and was_there:
             self.generation += 1
-        out = self._to_all(self._event(state, key=key, text=reason), but=seat.connection)
+        event = self._event(state, key=key, text=reason)
+        event.failed = failed
+        out = self._to_all(event, but=seat.connection)
         if not self.generation:
             error = f"{seat.member} has ended before the run was complete: {reason}"
             waiting = self._joining + [(c, asked.id) for c, asked in self._reserving]

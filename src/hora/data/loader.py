@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from .. import unwinding
 from .desk import Desk, Lender
 from .handout import as_is
 from .ledger import Leased, Ledger, Portion, View, num_batches
@@ -36,8 +37,8 @@ class Seat(Protocol):
     user's code, or `absent` while training; `leave` once, whatever happens. The same portions come in the same order on
     every worker, so each of these may meet the others; but not where blocks are leased: there each worker has its own,
     nobody is absent, and `stopped` is also asked while this worker waits at the end of the last epoch.
-    `leave(finished=False)` is called from inside `break`, or while an exception passes: Python prints what it raises
-    and goes on.
+    `leave(finished=False)` is called from inside `break`, or while an exception passes (`raised`): Python prints what
+    it raises and goes on.
     """
 
     rank: int
@@ -67,7 +68,7 @@ class Seat(Protocol):
     def absent(self, loader: Shard, portion: Portion) -> None:
         """This worker has no samples in this batch. Called only while training."""
 
-    def leave(self, loader: Shard, finished: bool) -> None:
+    def leave(self, loader: Shard, finished: bool, raised: bool) -> None:
         """The iteration is over: ran to its end or `stopped` (finished), or user code broke out of it or raised."""
 
     def share_order(self, indices: torch.Tensor) -> torch.Tensor:
@@ -104,7 +105,7 @@ class Alone:
     def absent(self, loader: Shard, portion: Portion) -> None:
         pass
 
-    def leave(self, loader: Shard, finished: bool) -> None:
+    def leave(self, loader: Shard, finished: bool, raised: bool) -> None:
         pass
 
     def share_order(self, indices: torch.Tensor) -> torch.Tensor:
@@ -177,7 +178,7 @@ class Shard:
             )
         seat, place = self._seat, self._start()
         seat.enter(self)
-        self._open, finished, ended = True, False, False
+        self._open, finished, ended, raised = True, False, False, False
         self._loaded, self.ledger, self._place = None, None, place
         try:
             ledger, portions, fetch, drawn = self._read(place)
@@ -203,13 +204,19 @@ class Shard:
             else:
                 ended = not isinstance(ledger, Leased) or ledger.over
             finished = True
+        except GeneratorExit as closing:
+            raised = unwinding.by_exception(closing)
+            raise
+        except BaseException:
+            raised = True
+            raise
         finally:
             self._next_epoch = place.epoch + 1
             self._place = _Place(self._next_epoch) if ended else self._standing()
             if self.ledger is not None:
                 self.ledger.release()
             self._open = False
-            seat.leave(self, finished)
+            seat.leave(self, finished, raised)
 
     def _read(self, place: _Place) -> Reading:
         seat, epoch = self._seat, place.epoch

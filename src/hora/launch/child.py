@@ -13,12 +13,14 @@ from .tracebacks import exception_of, last_traceback
 
 
 class Child(abc.ABC):
-    """`err` is its stderr as it is shown; `host` where it runs. Nothing here blocks."""
+    """`err` is its stderr as it is shown; `host` where it runs; `peak_bytes` the most memory it had, once it has ended.
+    Nothing here blocks."""
 
     role: str
     rank: int
     host: str
     err: Stream
+    peak_bytes: int
 
     @property
     @abc.abstractmethod
@@ -80,6 +82,7 @@ class Local(Child):
         self.rank = rank
         self.host = socket.gethostname()
         self.err = err
+        self.peak_bytes = 0
         self.process = process
 
     @property
@@ -99,6 +102,7 @@ class Local(Child):
 
     def reap(self) -> None:
         self.process.reap()
+        self.peak_bytes = self.process.peak_bytes
 
     def signal_main(self, number: int) -> None:
         self.process.signal(number, group=False)

@@ -21,7 +21,7 @@ from hora.strategies import Strategy, parse
 from . import runfile
 from .config import RunConfig
 from .forkserver.client import ForkServer, preloaded
-from .identity import Crew, common_environment
+from .identity import Crew, Seat, common_environment
 from .local import conduct, facts
 from .output import Screen, make_log_dir, open_standard_descriptors
 from .runfile import Found, RunFile
@@ -71,6 +71,9 @@ class Visit:
 
     def joined(self) -> dict[int, str]:
         return {}
+
+    def failures(self) -> list[tuple[Seat, str]]:
+        return []
 
     def values(self, prefix: str) -> dict[str, bytes]:
         return {}

@@ -118,6 +118,7 @@ def conduct(stage: Stage, undo: contextlib.ExitStack) -> int:
         "cause": outcome.cause,
         "lost": outcome.lost,
         "seconds": round(time.monotonic() - started_at, 3),
+        "peak_bytes": launch.peak_bytes(),
         "strategy": spelled(stage.config, stage.desk),
         "auto": {key: value.decode(errors="replace") for key, value in stage.desk.values("auto/").items()},
         "data": stage.desk.views(),

@@ -25,11 +25,14 @@ class Outcome:
 
 
 def failed(
-    child: Child, children: Sequence[Child], *, others_ran: bool, parameters_lost: bool, log_dir: str | None
+    child: Child, children: Sequence[Child], *, others_ran: bool, parameters_lost: bool, told: str, log_dir: str | None
 ) -> Outcome:
-    """`child` was the first of `children` to end badly; `others_ran` when it did."""
-    by_itself = child.returncode is not None and child.returncode > 0
+    """`child` was the first of `children` to end badly; `others_ran` when it did. `told`: why it failed, in its own
+    words."""
+    by_itself = child.returncode is not None and (child.returncode > 0 or bool(told))
     cause = f"{_who(child)} failed with {child.how}" if by_itself else f"{_who(child)} {child.how}"
+    if told and child.returncode is not None and child.returncode < 0:
+        cause = f"{_who(child)} failed ({told}), did not end by itself and was {child.how}"
     if child.returncode == codes.ECHO_EXIT:
         cause = f"{_who(child)} lost a rank that it needed"
     if parameters_lost:

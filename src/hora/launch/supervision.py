@@ -4,8 +4,9 @@ One loop waits for everything at once: the ends of processes, their output, room
 next deadline. What it promises:
 
     a rank fails       the others are told why at once, have 1 s to end by themselves, get SIGTERM, at 2 s SIGKILL;
-                       if it says that it lost another, that one has 6 s more to end and to be the cause;
-                       if the strategy is elastic, all have prepared and another worker is left, the run goes on
+                       the first that told the coordinator of its failure is the cause, and has 30 s to end;
+                       if none did and a rank has lost another, that one has 6 s to end and to be the cause
+    a rank is killed   the same; if the strategy is elastic, all have prepared and a worker is left, the run goes on
     a server fails     the run ends as above, since its parameters are lost with it
     the predictor does it is named, and the training goes on; nothing that it does ends a run
     workers are done   servers end by themselves, and the predictor unless it is to stay (--serve-after); 10 s later
@@ -34,6 +35,7 @@ from . import report
 from .child import Child, Local, signal_name
 from .config import RunConfig
 from .forkserver.client import ForkServer, Process
+from .grace import Grace
 from .guardian import Guardian, sweep
 from .hosts.site import Remote, Site
 from .hosts.sites import Sites, attend, watched
@@ -45,31 +47,8 @@ from .showing import Show
 from .tracebacks import Verdict, exception_of
 from .wake import STOPPING, Wake
 
-REACT_S = 1.0
-"""After the first failure: how long the others may react by themselves before SIGTERM."""
-
-FAILED_KILL_S = 2.0
-"""After the first failure: when SIGKILL goes to whoever is left."""
-
-ECHO_S = 6.0
-"""After a rank that failed since it lost another: how much longer that other may take to end, as on a busy machine."""
-
-ASKED_TERM_S = 1.5
-ASKED_KILL_S = 2.3
-"""After Ctrl-C or SIGTERM: when the groups get SIGTERM, and when SIGKILL."""
-
-GIVE_UP_S = 5.0
-"""After SIGKILL: how long the launcher waits for a process that the kernel does not let go."""
-
-SERVER_TERM_S = 10.0
-SERVER_KILL_S = 12.0
-"""After the last worker's end: when a server or predictor that is still there gets SIGTERM, and when SIGKILL."""
-
 LOOK_S = 0.1
 """How often the launcher looks for the end of workers that joined from elsewhere, once its own have ended."""
-
-DRAIN_S = 0.4
-"""How long a pipe may stay open after the last rank's end: someone outside the run may hold it."""
 
 
 class Desk(Protocol):
@@ -85,6 +64,9 @@ class Desk(Protocol):
     def report_exit(self, rank: int, role: str = "worker") -> None: ...
 
     def joined(self) -> dict[int, str]: ...
+
+    def failures(self) -> list[tuple[Seat, str]]:
+        """Who said that it fails, and why, in that order."""
 
     def values(self, prefix: str) -> dict[str, bytes]: ...
 
@@ -140,6 +122,7 @@ class Launch:
         self._show = stage.show
         self._sites = stage.sites
         self._forks = stage.forks
+        self._grace = Grace.from_environment()
 
     def supervise(self) -> Outcome:
         """Starts the processes and returns when none of them, and nothing that they started, is left."""
@@ -180,9 +163,13 @@ class Launch:
         if over:
             self._selector.unregister(fd)
 
+    def peak_bytes(self) -> dict[str, int]:
+        """The most memory that each process had, by name, as far as that was told."""
+        return {child.name: child.peak_bytes for child in self._children if child.peak_bytes}
+
     def flush(self) -> None:
         """Writes what is queued for our own output. A reader may take its time, but a signal ends its patience."""
-        deadline = time.monotonic() + DRAIN_S if self._asked is not None else None
+        deadline = time.monotonic() + self._grace.drain_s if self._asked is not None else None
         while sinks := [sink for sink in self._screen.sinks if sink.pending]:
             if deadline is not None and time.monotonic() >= deadline:
                 break
@@ -318,7 +305,7 @@ class Launch:
                 self._seats = [each for each in self._seats if each != seat]
                 return
             self._unstarted = (seat, error)
-            self._plan_stop(time.monotonic(), (0.0, signal.SIGTERM), (FAILED_KILL_S, signal.SIGKILL))
+            self._plan_stop(time.monotonic(), (0.0, signal.SIGTERM), (self._grace.failed_kill_s, signal.SIGKILL))
             return
         self._children.append(child)
 
@@ -353,7 +340,7 @@ class Launch:
             elif self._asked is None and self._unstarted is None:
                 self._weigh(child, now)
         if (echo := self._lone_echo) and not self._running("worker") and not self._running("server"):
-            self._blame(echo)  # nobody is left who could be the cause
+            self._blame(echo)  # no process is left that could be the cause
             self._plan_failed(now)
         for child in ended:
             if isinstance(child, Remote):
@@ -364,22 +351,30 @@ class Launch:
                     self._close_pipe(child, fd)
 
     def _weigh(self, child: Child, now: float) -> None:
-        """One ended badly. The first to do so starts the stop, unless the run can do without it; an echo is the cause
-        only if nobody else is."""
+        """One ended badly. The first to do so starts the stop, unless the run can do without it. One that lost another,
+        or ended while another that had failed before it has not, is the cause only if no other is found."""
         if not self._stopping and self._dispensable(child):
             self._lose(child)
             return
+        first = self._first_failure()
+        follows = child.echo or (first is not None and first is not child and (child.returncode or 0) > 0)
         if not self._stopping:
             self._others_ran = bool(self._running("worker") or self._running("server"))
-            self._plan_failed(now + ECHO_S if child.echo else now)
+            wait_s = self._grace.lost_s if first is None else self._grace.cause_s
+            self._plan_failed(now + wait_s if follows else now)
         if self._cause is not None:
             return
-        if child.echo:
+        if follows:
             self._echo = self._echo or child
         else:
             if self._lone_echo is not None:
                 self._plan_failed(now)
             self._blame(child)
+
+    def _first_failure(self) -> Child | None:
+        """Of those that told the coordinator why they fail, the first, if it has not ended yet."""
+        seats = [seat for seat, _ in self._desk.failures()]
+        return next((child for child in self._running() if [(child.role, child.rank)] == seats[:1]), None)
 
     def _part_with_predictor(self, child: Child) -> None:
         """However it ended, the run goes on; whether it ever served, it has told under `serving`."""
@@ -400,6 +395,8 @@ class Launch:
         bound = self._stage.crew.joins or self._told("bound") != ""
         if self._holds_parameters(child) or not self._desk.formed or not bound:
             return False
+        if self._desk.failures() or (child.returncode is not None and child.returncode > 0 and not child.echo):
+            return False  # a script that fails is a mistake, not a loss
         others = self._running("worker") or self._guests()
         return bool(others) and _elastic(self._config, self._desk)
 
@@ -423,8 +420,10 @@ class Launch:
         self._desk.report_death(child.rank, f"{child.how}: {exception}" if exception else child.how, child.role)
 
     def _blame(self, child: Child) -> None:
-        self._cause = child
-        self._report_death(child)
+        """From now on it is the cause; or the first that has failed, if that one is still ending."""
+        self._cause = self._first_failure() or child
+        if self._cause is child:
+            self._report_death(child)
         fold = child.err.fold
         if fold is not None and len(fold.held) <= report.TRACEBACK_LINES and exception_of(fold.held):
             fold.take()  # the report shows it, last and once
@@ -444,7 +443,7 @@ class Launch:
 
     def _plan_stop(self, now: float, *steps: tuple[float, int]) -> None:
         self._plan = deque((now + after, number) for after, number in steps)
-        self._plan.append((self._plan[-1][0] + GIVE_UP_S, None))
+        self._plan.append((self._plan[-1][0] + self._grace.give_up_s, None))
 
     @property
     def _lone_echo(self) -> Child | None:
@@ -452,7 +451,8 @@ class Launch:
         return self._echo if self._cause is None and self._asked is None else None
 
     def _plan_failed(self, since: float) -> None:
-        self._plan_stop(since, (REACT_S, signal.SIGTERM), (FAILED_KILL_S, signal.SIGKILL))
+        grace = self._grace
+        self._plan_stop(since, (grace.react_s, signal.SIGTERM), (grace.failed_kill_s, signal.SIGKILL))
 
     def _ask(self, number: int, now: float) -> None:
         """Someone wants the run to stop; whoever asks a second time wants it now."""
@@ -487,7 +487,8 @@ class Launch:
         """Only the main process: what it started is its own to end, and would add its own traceback."""
         for child in running:
             child.signal_main(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-        self._plan_stop(now, (ASKED_TERM_S, signal.SIGTERM), (ASKED_KILL_S, signal.SIGKILL))
+        grace = self._grace
+        self._plan_stop(now, (grace.asked_term_s, signal.SIGTERM), (grace.asked_kill_s, signal.SIGKILL))
 
     def _escalate(self, now: float) -> None:
         while self._plan and now >= self._plan[0][0]:
@@ -511,7 +512,10 @@ class Launch:
         if self._stopping or not late or workers:
             return
         if self._overdue is None:
-            self._overdue = deque([(now + SERVER_TERM_S, signal.SIGTERM), (now + SERVER_KILL_S, signal.SIGKILL)])
+            grace = self._grace
+            self._overdue = deque(
+                [(now + grace.server_term_s, signal.SIGTERM), (now + grace.server_kill_s, signal.SIGKILL)]
+            )
         while self._overdue and now >= self._overdue[0][0]:
             _, number = self._overdue.popleft()
             for child in late:
@@ -526,7 +530,7 @@ class Launch:
             child.signal_group(signal.SIGKILL)
         sweep(self._stage.run_id, spare=self._forks.pid if self._forks is not None else 0)
         self._ending = True
-        deadline = time.monotonic() + DRAIN_S
+        deadline = time.monotonic() + self._grace.drain_s
         while any(self._still_open(child) for child in self._children) and time.monotonic() < deadline:
             self._turn(until=deadline)
         for child in self._children:
@@ -573,6 +577,7 @@ class Launch:
                 self._children,
                 others_ran=self._others_ran,
                 parameters_lost=self._holds_parameters(cause),
+                told=dict(self._desk.failures()).get((cause.role, cause.rank), ""),
                 log_dir=self._config.log_dir,
             )
             return dataclasses.replace(failed, lost=lost)

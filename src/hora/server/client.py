@@ -24,7 +24,7 @@ from ..coordinator import Control, Event
 from ..coordinator.client import dial
 from ..errors import HoraError, Mismatch, OutOfMemory, PeerLost, Timeout
 from ..spans import COMMUNICATION, TRAINING
-from ..transport.base import SLICE_S, SLOW_S
+from ..transport.base import NOTICE_S, SLICE_S, SLOW_S
 from ..transport.line import Closed, Line
 from ..transport.passing import Passing
 from ..transport.tcp import memory_of, tune
@@ -103,6 +103,7 @@ class Client:
         for link in self.links:
             link.wire = Wire(rules.wire, rules.codec, link.part, dtypes)
         self.check = check
+        self.notice: Callable[[], None] = lambda: None  # a wait has lasted for NOTICE_S
         self.pushed_bytes = 0  # of gradients, sent or laid out for a server to read
         self.plain_bytes = 0  # what these would be if none were encoded
         self.fold: Fold | None = None
@@ -431,11 +432,14 @@ class Client:
     def _wait(self, done: Callable[[], bool]) -> None:
         """Moves what can be moved until it is `done`; says who is missing, and gives up when that is too long."""
         started = time.monotonic()
-        next_word = SLOW_S
+        next_word, noticed = SLOW_S, False
         while not done():
             if self._turn(SLICE_S * 1000):
                 continue
             self.check()
+            if not noticed and time.monotonic() - started >= NOTICE_S:
+                noticed = True
+                self.notice()
             for link in self.links:
                 if link.outstanding and link.number in self._ended:  # a host that vanishes closes no connection
                     raise self._lost(link, "it was reported dead")

@@ -287,7 +287,8 @@ class Loop:
                     self._members.add(news.member.rank)
                 else:
                     self._alive.discard(news.member.rank)
-                    self._part_with(news.member.rank)
+                    if news.kind == "left" or not self._waits_for_all:
+                        self._part_with(news.member.rank)
 
     def _attend(self, line: Line, events: int) -> None:
         try:
@@ -318,8 +319,16 @@ class Loop:
             self._selector.unregister(line)
         self._writing.discard(line)
         line.close()
-        if line.peer is not None and line.peer[0] == "worker":
+        if line.peer is None or line.peer[0] != "worker":
+            return
+        if line.peer[1] not in self._members or not self._waits_for_all:
             self._part_with(line.peer[1])
+
+    @property
+    def _waits_for_all(self) -> bool:
+        """Whether a step needs every worker: then one whose line has broken is not left out of the mean. The
+        coordinator says whether it has left, or has died, and then this step is never answered."""
+        return self.server.rules.mode == "sync"
 
     def _part_with(self, worker: int) -> None:
         """This worker sends no more: well or not, nobody waits for it."""

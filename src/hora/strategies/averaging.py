@@ -26,7 +26,7 @@ import torch
 
 from .. import letters, spans
 from ..collectives.base import Group
-from ..errors import HoraError
+from ..errors import HoraError, PeerLost
 from ..roster import Roster
 from ..server.embedding import tables_of
 from . import compression, nonfinite, savings
@@ -40,8 +40,8 @@ from .means import Mean, Outer
 from .meetings import Meeting, Meetings
 from .pace import steps_for
 from .states import States, collect, load
-from .sync import Snapshot, Verdict
-from .words import Word
+from .sync import Snapshot, Verdict, ended_inside
+from .words import ENDED, Word
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +102,7 @@ class Averaging(Apart):
         self.roster.agree(group)
         kind = group.transport.kind
         self.group = group.new_group(range(group.size), "auto" if kind == "shm" else kind)
+        self._group.purpose = lambda: f"the averaging of parameters after step {self.steps}"
         self._bulk = Bulk(self._group, self.strategy.algorithm, self.traffic)
         self._meetings = Meetings(self.roster, self._bulk, self.strategy, self._make_mean(), self.traffic)
         self._mean, self._extras = self._meetings.mean, self._meetings.extras
@@ -288,7 +289,7 @@ class Averaging(Apart):
             return
         others_left = self._due = False
         while not others_left:
-            meeting = self._open(leaving=1.0, broke=float(broke), loop=float(loop))
+            meeting = self._open(leaving=1.0, broke=ENDED if self.ended else float(broke), loop=float(loop))
             self._meet(meeting)
             self._conclude(meeting)
             self._resumed_s = time.perf_counter()
@@ -356,7 +357,8 @@ class Averaging(Apart):
     def _arrive(self) -> None:
         assert self._errand is not None and self._underway is not None
         begin = time.perf_counter()
-        self._errand.wait()
+        with self._group.waits:
+            self._errand.wait()
         waited_s = time.perf_counter() - begin
         self._group.transport.background = False
         if spans.on:
@@ -399,6 +401,11 @@ class Averaging(Apart):
             for rank, word in enumerate(words)
             if word.broke and (meeting.going or lent or max(stay, default=0) > word.step)
         ]
+        if ended := [rank for rank in broke if words[rank].broke == ENDED]:
+            self._failed = True
+            raise PeerLost(
+                f"{self._name}: {ended_inside(self._left_its_loop(ended[0], meeting))}", (ended[0],), echo=True
+            )
         stop = any(word.stop for word in words) or bool(broke)
         if stop:
             self._stop(self._left_its_loop(broke[0], meeting) if broke else "")

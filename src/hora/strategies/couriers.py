@@ -192,7 +192,7 @@ class Mail(Courier):
 
     def finish(self) -> None:
         begin = time.perf_counter()
-        with self.group.part():
+        with self.group.part(), self.group.waits:
             if self._errand is not None:
                 self.traffic.comm_s += self._errand.wait()
                 self.group.transport.background = False
@@ -383,7 +383,8 @@ class Calls(Courier):
     def _wait(self, handle: Pending) -> Any:
         begin = time.perf_counter()
         blocks = spans.on and not handle.done
-        result = handle.wait()
+        with self.group.waits:
+            result = handle.wait()
         self.traffic.exposed_s += time.perf_counter() - begin
         if blocks:
             spans.add(TRAINING, "waiting", spans.since(begin), what="gradients")

@@ -89,6 +89,7 @@ class Replicated(Watching, Sync):
         self.home = group
         kind = group.transport.kind
         self.group = group.new_group(range(group.size), "auto" if kind == "shm" else kind)  # shared memory may run out
+        self.group.purpose = lambda: f"the exchange of gradients of step {self.steps + 1}"
         self._buffer_versions = self.roster.signature()
         self._backward.hook()
 

@@ -78,6 +78,7 @@ class Served(Apart):
         self._buffer_versions: list[tuple[int, int]] = []
         self._culprit = ""
         self._scale = 1.0
+        self._waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # around a step
 
     # -- binding -----------------------------------------------------------------------------------------------------
 
@@ -94,10 +95,14 @@ class Served(Apart):
         if self.lockstep and group.size > 1:
             kind = group.transport.kind
             self.group = group.new_group(range(group.size), "auto" if kind == "shm" else kind)
+            self.group.purpose = self._doing
         self._outpost = Outpost(
             access, self._held, self.strategy.rules(), self.strategy.block_bytes, self._check, self._tables
         )
         self._client, self._flats = self._outpost.client, self._outpost.flats
+        if group.deadlocks is not None and self.lockstep:
+            self._client.notice = group.deadlocks.notice
+            self._waits = group.deadlocks.place("servers", self._doing, lambda: self._num_pushes)
         if self.lockstep:
             self._outpost.gather_mates(group)
         self._archive = Archive(self.roster, self._client)
@@ -239,9 +244,13 @@ class Served(Apart):
             self._conclude(self._client.pull())
         self._num_pushes += 1
         self._pushed = True  # in part, if it is broken off
-        self._client.push(self._begin(number), gradient, defer=self.strategy.prefetch)
-        if not self.strategy.prefetch:
-            self._conclude(self._client.pull())
+        with self._waits:
+            self._client.push(self._begin(number), gradient, defer=self.strategy.prefetch)
+            if not self.strategy.prefetch:
+                self._conclude(self._client.pull())
+
+    def _doing(self) -> str:
+        return f"the servers' update of step {self.steps + 1}"
 
     def _begin(self, number: int) -> Begin:
         settings = hyper.read(self.roster.optimizers)

@@ -75,6 +75,11 @@ class Verdict:
     reason: str = ""  # of the stop, where nobody asked for it
 
 
+def ended_inside(left: str) -> str:
+    """What is said of a worker that did not only leave its loop: its script has ended there."""
+    return f"{left}, because its script ended inside the loop; job.stop(reason) ends all workers after the same step"
+
+
 class Halt(HoraError):
     """This exchange will not take place: a worker has left its loop. Never seen by users."""
 
@@ -90,6 +95,7 @@ class Sync(abc.ABC):
     local_steps = 0  # of this worker since the last of them
     warm = False  # there are rounds, but not yet: every step is taken by all together
     steps = 0  # as the training loop counts them
+    ended = False  # this worker's script has ended inside its loop
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster

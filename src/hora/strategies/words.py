@@ -9,6 +9,8 @@ import torch
 
 from ..collectives.base import Group
 
+ENDED = 2.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Word:
@@ -20,7 +22,7 @@ class Word:
     missed: float = 0.0  # its scaler has found an infinity in these
     fragment: float = 0.0  # it brings this part of the model
     leaving: float = 0.0  # it has left its loop, and takes part in whatever the others do
-    broke: float = 0.0  # before that loop's end
+    broke: float = 0.0  # before that loop's end; ENDED: and its script has ended there
     behind: float = 0.0  # it had no samples in a batch, and has not stepped its schedulers there
     loop: float = 0.0
     stop: float = 0.0  # it wants to stop

@@ -21,8 +21,8 @@ import msgspec
 
 from ..collectives.base import Group
 from ..coordinator import Control, Event
-from ..errors import HoraError
-from ..strategies.sync import Halt, Sync
+from ..errors import HoraError, PeerLost
+from ..strategies.sync import Halt, Sync, ended_inside
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ CATCH_UP_S = 30.0  # how long one that leaves before its step waits to hear whet
 class Word(msgspec.Struct, array_like=True):
     """`left`: this rank has left loop `loop` after `num_exchanges`. `halt`: there will be none beyond that number.
 
-    `open`: it has left before the step of the last of them; has anybody taken that? The answers are `took`, `passed`.
+    `ended`: so has its script; who is in a later exchange fails. `open`: it has left before the step of the last of
+    them; has anybody taken that? The answers are `took`, `passed`.
     `done`: the answer to `left` of one that is out of that loop too.
     `quit`: it has left the `job.epochs` of number `loop`. `meet`: it has come to meeting `loop` outside of all loops.
     """
@@ -101,8 +102,9 @@ class Farewell:
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
-    def leave(self, loop: int, finished: bool, alone: bool) -> bool:
+    def leave(self, loop: int, finished: bool, alone: bool, ended: bool = False) -> bool:
         """Loop `loop` is over here; unless it is `finished`, the others hear of it. `alone`: a step needs nobody else.
+        `ended`: so is the script.
 
         True if the step of the last exchange, which this worker has left out, must be made up for.
         """
@@ -120,11 +122,12 @@ class Farewell:
             if asked:
                 self._tell("done", loop, num_exchanges)
             return False
-        self._tell("open" if is_open else "left", loop, num_exchanges)
-        return is_open and alone and not sync.together and self._taken_elsewhere(num_exchanges)
+        self._tell("ended" if ended else "open" if is_open else "left", loop, num_exchanges)
+        return not ended and is_open and alone and not sync.together and self._taken_elsewhere(num_exchanges)
 
-    def await_others(self, loop: int) -> None:
-        """After leaving `loop` before its end: blocks until all are out of it, or one says that there is no more."""
+    def await_others(self, loop: int) -> bool:
+        """After leaving `loop` before its end: blocks until all are out of it (True), or one says that there is no
+        more."""
         sync = self._at_work
         deadline = time.monotonic() + min(CATCH_UP_S, self._group.transport.circle.timeout_s)
         others = set(self._group.others)
@@ -132,10 +135,11 @@ class Farewell:
             while self._group.transport.cause is None and time.monotonic() < deadline:
                 if any(word.kind == "halt" for word, _ in self._words):
                     sync.halted = sync.halted or "this worker left its loop, the others had not"
-                    return
+                    return False
                 if others <= self._out_of.get(loop, set()) | self._group.transport.gone.keys():
-                    return
+                    return True
                 self._news.wait(0.05)
+        return False
 
     def quit(self, run: int) -> None:
         """`job.epochs` number `run` was left before its end."""
@@ -198,11 +202,11 @@ class Farewell:
                 self._answers.setdefault(word.num_exchanges, set()).add(event.member.rank)
             if word.kind == "took":
                 self._taken_by_others.add(word.num_exchanges)
-            if word.kind in ("left", "open", "done"):
+            if word.kind in ("left", "open", "ended", "done"):
                 self._out_of.setdefault(word.loop, set()).add(event.member.rank)
             if word.kind not in ("took", "passed", "done"):
                 self._words.append((word, str(event.member)))
-            is_out = word.kind in ("left", "open") and word.loop in self._ended
+            is_out = word.kind in ("left", "open", "ended") and word.loop in self._ended
             halt = self._judge() if self.sync is not None else None
             self._news.notify_all()
         if self.sync is not None:
@@ -212,27 +216,32 @@ class Farewell:
             if halt is not None:
                 self.sync.abort(halt)
 
-    def _judge(self) -> Halt | None:
+    def _judge(self) -> HoraError | None:
         """Whether somebody will not come to the exchange under way. Called under the lock."""
         sync = self._at_work
         self._words = [(word, who) for word, who in self._words if not self._is_past(word)]
         for word, who in self._words:
             waits = self.following and word.kind == "halt"  # for the next order, which will not come
-            waits = waits or (self._stepping and word.kind == "open")  # for all to come to the step
+            waits = waits or (self._stepping and word.kind in ("open", "ended"))  # for all to come to the step
             if sync.num_exchanges + waits <= word.num_exchanges:
                 continue
             if word.kind == "quit" and word.loop != self.run:
                 continue
-            if word.kind in ("left", "open") and (word.loop in self._ended or word.loop > sync.loop):
+            if word.kind in ("left", "open", "ended") and (word.loop in self._ended or word.loop > sync.loop):
                 continue
-            return Halt(f"{who} left its loop after step {word.step}")
+            left = f"{who} left its loop after step {word.step}"
+            if word.kind == "ended":
+                return PeerLost(
+                    f"{self._group.transport.name_of(self._group.rank)}: {ended_inside(left)}", (), echo=True
+                )
+            return Halt(left)
         return None
 
     def _is_past(self, word: Word) -> bool:
         """Whether this worker has come where the word's sender was, so that it means nothing any more."""
         if word.kind == "meet":
             return word.loop <= self._num_meetings
-        return word.kind == "left" and word.loop in self._ended
+        return word.kind in ("left", "ended") and word.loop in self._ended
 
     def _tell(self, kind: str, loop: int, num_exchanges: int) -> None:
         with contextlib.suppress(HoraError):

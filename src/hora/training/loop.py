@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from .. import letters, memory, spans
+from .. import letters, memory, spans, unwinding
 from ..collectives.base import Group
-from ..coordinator import Control
+from ..coordinator import Control, Event
 from ..data import Portion, Shard
-from ..errors import HoraError
+from ..errors import HoraError, PeerLost
 from ..roster import Roster
 from ..server.access import Access
 from ..server.embedding import tables_of
@@ -102,11 +102,14 @@ class Training:
         self._broke = False  # rank 0 has left the loop in a batch where this worker had no samples
         self._taken = False
         self._unfinished: int | None = None  # a loop that this worker left before its end
+        self._raised: list[Shard] = []  # loops that an exception took this worker out of
+        self._lost: Event | None = None  # the end of another worker without which this one cannot go on
         self._num_runs = 0
         self._noted_at = 0.0
         self._loops: dict[int, int] = {}  # loops of this worker that are open: by loader's id
         self._together = False  # whether the workers step together, so that one that leaves is missed
         self._farewell = Farewell(group, control)
+        group.before_call = self.go_on
         self._orders: Orders | None = None
         self._handles: list[Any] = []
         self._stages = Stages()  # for the trace
@@ -131,6 +134,7 @@ class Training:
         sync.left_out = self._note_skip
         if self.access is not None:
             sync.access = self.access
+        self._control.listen(self._hear_of_loss)
         self._together = self.size > 1 and sync.lockstep
         if self._together:
             self._control.listen(self._farewell.hear)  # now: somebody may leave a loop before we are in one
@@ -212,10 +216,25 @@ class Training:
         if self.sync is not None:
             self.sync.close()
 
+    def _hear_of_loss(self, event: Event) -> None:
+        """On the line's thread. A worker that is killed is survived where the strategy can; one whose script fails,
+        nowhere."""
+        member = event.member
+        if event.kind != "died" or member is None or member.role != "worker" or member.rank == self.rank:
+            return
+        if self._lost is None and (event.failed or not self._strategy.elastic):
+            self._lost = event
+
+    def _check_lost(self) -> None:
+        if self._lost is not None and self._lost.member is not None:
+            lost, me = self._lost.member, f"rank {self.rank}"
+            raise PeerLost(f"{me}: lost {lost} after step {self.step}: {self._lost.text}", (lost.rank,), echo=True)
+
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.sync is not None
+        self._check_lost()
         self._stages.before_step()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args begin with the optimizer
         changed = None
@@ -390,6 +409,7 @@ class Training:
         return self.sync is not None and torch.is_grad_enabled() and any(model.training for model in self.models)
 
     def stopped(self, loader: Shard | None = None) -> bool:
+        self._check_lost()
         if loader is not None and self.sync is not None and not self.training(loader):
             return False  # an evaluation runs to its end
         if self.max_steps is not None and self.step >= self.max_steps and not self._stopping:
@@ -405,6 +425,7 @@ class Training:
         return self._stopping or self._broke
 
     def enter(self, loader: Shard) -> None:
+        self.go_on()
         self._broke = False
         if self.training():
             self._train(loader)
@@ -503,7 +524,42 @@ class Training:
             self._held.pop(id(loader), None)
             self._farewell.following = False
 
-    def leave(self, loader: Shard, finished: bool) -> None:
+    def leave(self, loader: Shard, finished: bool, raised: bool) -> None:
+        """An exception is not a `break`: it may end the script, and what the others are to hear then is that. So they
+        are told that this worker has left its loop only when its script is known to go on."""
+        if raised and self.training(loader) and self.size > 1:
+            self._raised.append(loader)
+        else:
+            self._leave(loader, finished)
+
+    def go_on(self) -> None:
+        """The script has done something else since an exception took it out of a loop: it was caught."""
+        while self._raised:
+            self._leave(self._raised.pop(0), finished=False)
+
+    def end_inside(self) -> str:
+        """The script has ended. What is wrong, if an exception, SystemExit perhaps, took it out of a loop in which the
+        others still were; nothing if they have left it too. Where each may leave by itself, it has left."""
+        if not self._raised or self.sync is None or self.sync.halted:
+            return ""
+        if self._strategy.elastic:
+            self.go_on()
+            return ""
+        loader = self._raised[0]
+        loop = self._loops.get(id(loader), 0)
+        self.sync.ended = True
+        try:
+            self.go_on()
+            alone = self._together and not self._farewell.await_others(loop)
+        except PeerLost:
+            alone = True
+        return (
+            f"its script ended inside its training loop, after step {self.step}, which the others had not left"
+            if alone
+            else ""
+        )
+
+    def _leave(self, loader: Shard, finished: bool) -> None:
         held = self._held.get(id(loader))
         if not finished and held is not None and held.followed:
             self._take_leave()
@@ -520,11 +576,11 @@ class Training:
             self._show(True)
             if self.rank == 0:
                 self._share_standing()
-        if loop is not None and self._together:
+        if loop is not None and self._together and self.sync is not None:
             alone = held is not None and not held.followed
             if not finished and not self._stopping:
                 self._unfinished = loop
-            if self._farewell.leave(loop, finished or self._stopping, alone):
+            if self._farewell.leave(loop, finished or self._stopping, alone, self.sync.ended):
                 self._catch_up()
             self._farewell.mourn()
 
@@ -588,12 +644,14 @@ class Training:
             self.sync.stop_wanted = True
 
     def epochs(self, count: int) -> Iterator[int]:
+        self.go_on()
         self.course.begin(count)
         self._num_runs += 1
         run = self._farewell.run = self._num_runs
-        finished = False
+        finished = raised = False
         try:
             for number in range(self._first_epoch, count):
+                self.go_on()
                 if self._unfinished is not None:
                     self._farewell.await_others(self._unfinished)
                     self._unfinished = None
@@ -604,10 +662,15 @@ class Training:
             finished = True
             if not self._stopping:
                 self.course.finish()
+        except GeneratorExit as closing:
+            raised = unwinding.by_exception(closing)
+            raise
         finally:
             self.course.epoch = None
             self._first_epoch = self._farewell.run = 0
-            if not finished and not self._stopping and self._together:
+            if raised:
+                pass  # as in `leave`
+            elif not finished and not self._stopping and self._together:
                 self._farewell.quit(run)
             elif not finished and self.sync is not None:
                 self.sync.quit()
@@ -620,6 +683,7 @@ class Training:
 
     def depart(self, for_good: bool = False) -> None:
         """This worker exchanges no gradients until the others have come here too, out of their loops."""
+        self.go_on()
         if self._together:
             self._farewell.meet()
         elif self.sync is not None:

@@ -20,7 +20,17 @@ from typing import Protocol
 from ..config import RunConfig
 from ..identity import OF_INTERPRETER, token_descriptor
 from .interpreter import ROOM
-from .messages import Ended, Frames, FromServer, Ready, Signal, Start, Started, decode_server, frame
+from .messages import (
+    ForkReply,
+    ForkRequest,
+    Frames,
+    FromServer,
+    ProcessExit,
+    ServerReady,
+    SignalRequest,
+    decode_server,
+    frame,
+)
 
 START_S = 30.0
 CLOSE_S = 2.0
@@ -77,7 +87,7 @@ class ForkServer:
         self.complaints_fd = -1  # what it has to say itself, as torch's warnings when it is imported
         self._fork = bool(modules)
         self._processes: dict[int, Process] = {}
-        self._started: Started | None = None
+        self._started: ForkReply | None = None
         self._frames = Frames()
         self._server: subprocess.Popen[bytes] | None = None
         self._cwd = os.getcwd()
@@ -115,7 +125,7 @@ class ForkServer:
     def start(self, argv: Sequence[str], env: Mapping[str, str], token: bytes, out: Outlet, err: Outlet) -> Process:
         """A process with `env` as its environment, /dev/null as stdin, and a descriptor that holds `token`, whose
         number HORA_TOKEN_FD tells it. OSError if it could not be started."""
-        message = frame(Start(list(argv), dict(env), self._cwd, ["HORA_TOKEN_FD"], self._fork))
+        message = frame(ForkRequest(list(argv), dict(env), self._cwd, ["HORA_TOKEN_FD"], self._fork))
         with contextlib.ExitStack() as passed:
             pipes = []
             descriptors = [os.open(os.devnull, os.O_RDONLY)]
@@ -140,7 +150,7 @@ class ForkServer:
         process = self._processes[started.pid] = Process(self, started.pid, pipes, out, err)
         return process
 
-    def _await_start(self) -> Started:
+    def _await_start(self) -> ForkReply:
         deadline = time.monotonic() + START_S
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
@@ -173,11 +183,11 @@ class ForkServer:
             self._take(decode_server(body))
 
     def _take(self, message: FromServer) -> None:
-        if isinstance(message, Ready):
+        if isinstance(message, ServerReady):
             self.ready, self.pid, self.problem = True, message.pid, message.problem
-        elif isinstance(message, Started):
+        elif isinstance(message, ForkReply):
             self._started = message
-        elif isinstance(message, Ended) and message.pid in self._processes:
+        elif isinstance(message, ProcessExit) and message.pid in self._processes:
             self._processes.pop(message.pid).end(message.code, message.peak_bytes)
 
     def _how(self) -> str:
@@ -204,7 +214,7 @@ class ForkServer:
             with contextlib.suppress(OSError):  # its end is noticed where it is read
                 self._sock.setblocking(True)
                 try:
-                    self._sock.sendall(frame(Signal(pid, int(number), group)))
+                    self._sock.sendall(frame(SignalRequest(pid, int(number), group)))
                 finally:
                     self._sock.setblocking(False)
 

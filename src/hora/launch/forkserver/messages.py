@@ -1,11 +1,11 @@
 """What a launcher and a fork server say to each other over a Unix socket: typed messages in msgpack, in frames.
 
-    launcher                                    fork server
-                                        ◀──     Ready      torch is imported, or why ranks will not be forked
-      Start  argv, env + descriptors    ──▶
-                                        ◀──     Started    its pid, or why it could not be started
-      Signal                            ──▶
-                                        ◀──     Ended      exit status, peak memory
+    launcher                                      fork server
+                                           ◀──    ServerReady    torch is imported, or why ranks will not be forked
+      ForkRequest    argv, env, descriptors ──▶
+                                           ◀──    ForkReply      its pid, or why it could not be started
+      SignalRequest                        ──▶
+                                           ◀──    ProcessExit    exit status, peak memory
 
 The launcher's end of the socket is its life: when it closes, the fork server kills what it has started for it.
 """
@@ -17,13 +17,13 @@ import msgspec
 from hora.coordinator.messages import LENGTH, MAX_FRAME_BYTES, Frames
 
 __all__ = [
-    "Ended",
+    "ForkReply",
+    "ForkRequest",
     "Frames",
     "FromServer",
-    "Ready",
-    "Signal",
-    "Start",
-    "Started",
+    "ProcessExit",
+    "ServerReady",
+    "SignalRequest",
     "decode_client",
     "decode_server",
     "frame",
@@ -36,7 +36,7 @@ class Message(msgspec.Struct, tag_field="do"):
     """The base of all."""
 
 
-class Start(Message, tag="start"):
+class ForkRequest(Message, tag="start"):
     """One process. Three descriptors come with it, its stdin, stdout and stderr, and then one for each name in
     `passed`: the variable of that name tells the process its number."""
 
@@ -47,7 +47,7 @@ class Start(Message, tag="start"):
     fork: bool = True  # else a new interpreter is started
 
 
-class Signal(Message, tag="signal"):
+class SignalRequest(Message, tag="signal"):
     """To the process alone, or to its group."""
 
     pid: int
@@ -55,19 +55,19 @@ class Signal(Message, tag="signal"):
     group: bool
 
 
-class Ready(Message, tag="ready"):
+class ServerReady(Message, tag="ready"):
     """`problem` says why processes will be started as new interpreters instead; empty if they will be forked."""
 
     pid: int
     problem: str = ""
 
 
-class Started(Message, tag="started"):
+class ForkReply(Message, tag="started"):
     pid: int
     problem: str = ""
 
 
-class Ended(Message, tag="ended"):
+class ProcessExit(Message, tag="ended"):
     """`code` as in subprocess. Nothing of the process's group is left."""
 
     pid: int
@@ -75,10 +75,10 @@ class Ended(Message, tag="ended"):
     peak_bytes: int
 
 
-FromServer = Ready | Started | Ended
+FromServer = ServerReady | ForkReply | ProcessExit
 
 _encode = msgspec.msgpack.Encoder().encode
-decode_client = msgspec.msgpack.Decoder(Start | Signal).decode
+decode_client = msgspec.msgpack.Decoder(ForkRequest | SignalRequest).decode
 decode_server = msgspec.msgpack.Decoder(FromServer).decode
 
 

@@ -1,4 +1,4 @@
-"""The fork server's own process: imports torch and Hora, then forks a child for every Start.
+"""The fork server's own process: imports torch and Hora, then forks a child for every ForkRequest.
 
 It has one thread, runs no parallel operation and initialises no device, so that its children can do all of that. Its
 children end with it, and it ends what it has started for a launcher when that launcher closes its line.
@@ -19,13 +19,24 @@ from typing import NamedTuple, NoReturn
 
 from ..guardian import sweep
 from . import interpreter
-from .messages import MAX_DESCRIPTORS, Ended, Frames, FromServer, Ready, Signal, Start, Started, decode_client, frame
+from .messages import (
+    MAX_DESCRIPTORS,
+    ForkReply,
+    ForkRequest,
+    Frames,
+    FromServer,
+    ProcessExit,
+    ServerReady,
+    SignalRequest,
+    decode_client,
+    frame,
+)
 
 LOOK_S = 0.05
 """Where there are no pidfds: how often ended children are looked for."""
 
 
-class Line:
+class ClientConnection:
     """A launcher's connection, and what was started for it."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -35,7 +46,7 @@ class Line:
         self.descriptors: list[int] = []  # that have come and belong to messages that are still to be read
         self._frames = Frames()
 
-    def receive(self) -> list[Start | Signal] | None:
+    def receive(self) -> list[ForkRequest | SignalRequest] | None:
         """What has come; None at the end of the line."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.sock, 1 << 16, MAX_DESCRIPTORS)
@@ -53,21 +64,23 @@ class Line:
         return taken
 
 
-class Child(NamedTuple):
+class ForkedChild(NamedTuple):
     """In a forked child: what it is to become. `warm`: it may run in the interpreter that it was forked with."""
 
-    start: Start
+    start: ForkRequest
     descriptors: list[int]
     warm: bool
 
 
-class Server:
+class ForkLoop:
     """One loop waits for everything: launchers, and the ends of children."""
 
     def __init__(self, first: socket.socket | None, listening: socket.socket | None, problem: str) -> None:
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, ClientConnection] = {}
         self._listening = listening
-        self._children: dict[int, tuple[Line, int]] = {}  # by pid: for whom, and its pidfd, -1 where there are none
+        self._children: dict[
+            int, tuple[ClientConnection, int]
+        ] = {}  # by pid: for whom, and its pidfd, -1 where there are none
         self._problem = problem
         self._poller = select.poll()
         self._pid = os.getpid()
@@ -76,7 +89,7 @@ class Server:
         if first is not None:
             self._add(first)
 
-    def serve(self) -> Child:
+    def serve(self) -> ForkedChild:
         """Returns in children only; ends the process when the last launcher's line ends and no other can come."""
         while True:
             ready = self._poller.poll(None if hasattr(os, "pidfd_open") else LOOK_S * 1000)
@@ -93,18 +106,18 @@ class Server:
                 os._exit(0)
 
     def _add(self, sock: socket.socket) -> None:
-        line = Line(sock)
+        line = ClientConnection(sock)
         self._lines[sock.fileno()] = line
         self._poller.register(sock, select.POLLIN)
-        line.send(Ready(self._pid, self._problem))
+        line.send(ServerReady(self._pid, self._problem))
 
-    def _read(self, line: Line) -> Child | None:
+    def _read(self, line: ClientConnection) -> ForkedChild | None:
         messages = line.receive()
         if messages is None:
             self._end(line)
             return None
         for message in messages:
-            if isinstance(message, Start):
+            if isinstance(message, ForkRequest):
                 child = self._start(line, message)
                 if child is not None:
                     return child
@@ -113,7 +126,7 @@ class Server:
                     (os.killpg if message.group else os.kill)(message.pid, message.number)
         return None
 
-    def _start(self, line: Line, start: Start) -> Child | None:
+    def _start(self, line: ClientConnection, start: ForkRequest) -> ForkedChild | None:
         descriptors = line.take(3 + len(start.passed))
         line.mark = start.env.get("HORA_RUN", line.mark)
         warm = (
@@ -122,7 +135,7 @@ class Server:
         try:
             pid = os.fork()
         except OSError as problem:
-            line.send(Started(0, problem.strerror or str(problem)))
+            line.send(ForkReply(0, problem.strerror or str(problem)))
             return None
         finally:
             if os.getpid() == self._pid:
@@ -130,13 +143,13 @@ class Server:
                     os.close(descriptor)
         if pid == 0:
             self._forget()
-            return Child(start, interpreter.detach(self._pid, descriptors), warm)
+            return ForkedChild(start, interpreter.detach(self._pid, descriptors), warm)
         pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
         if pidfd >= 0:
             self._poller.register(pidfd, select.POLLIN)
         line.pids.add(pid)
         self._children[pid] = line, pidfd
-        line.send(Started(pid))
+        line.send(ForkReply(pid))
         return None
 
     def _forget(self) -> None:
@@ -161,9 +174,9 @@ class Server:
                 os.close(pidfd)
             line.pids.discard(pid)
             peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-            line.send(Ended(pid, os.waitstatus_to_exitcode(status), peak))
+            line.send(ProcessExit(pid, os.waitstatus_to_exitcode(status), peak))
 
-    def _end(self, line: Line) -> None:
+    def _end(self, line: ClientConnection) -> None:
         """The launcher is gone, or done: nothing that was started for it stays."""
         self._poller.unregister(line.sock)
         del self._lines[line.sock.fileno()]
@@ -217,12 +230,12 @@ def main(descriptor: int, modules: Sequence[str], listens: bool) -> NoReturn:
     imported_with = interpreter.import_time(os.environ)
     sock = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
-    server = Server(None if listens else sock, sock if listens else None, problem)
+    server = ForkLoop(None if listens else sock, sock if listens else None, problem)
     child = server.serve()
     become(child, imported_with)
 
 
-def become(child: Child, imported_with: dict[str, str]) -> NoReturn:
+def become(child: ForkedChild, imported_with: dict[str, str]) -> NoReturn:
     """In a forked child: the process that was asked for, in this interpreter or in a new one."""
     start = child.start
     env = start.env | dict(zip(start.passed, map(str, child.descriptors), strict=True))

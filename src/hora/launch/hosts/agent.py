@@ -375,7 +375,7 @@ class Agent:
                 assert process.returncode is not None
                 for fd in list(process.pipes):
                     process.close_pipe(fd)
-                self.send(Ended(*seat, process.returncode))
+                self.send(Ended(*seat, process.returncode, process.peak_bytes))
                 del self._ended_at[seat], self._processes[seat]
 
     def _end(self) -> None:

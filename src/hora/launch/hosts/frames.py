@@ -157,6 +157,7 @@ class Ended(Message, tag="ended"):
     role: str
     rank: int
     code: int
+    peak_bytes: int = 0
 
 
 class File(Message, tag="file"):

@@ -55,6 +55,7 @@ class Remote(Child):
         self.out = out
         self.err = err
         self.told_pid = 0
+        self.peak_bytes = 0
         self.lost = ""  # why nothing is known of its end
         self._site = site
         self._code: int | None = None
@@ -269,6 +270,7 @@ class Site:
             child = self.children.get((message.role, message.rank))
             if child is not None:
                 child.end(message.code)
+                child.peak_bytes = message.peak_bytes
         elif isinstance(message, File):
             self.keep(message.name, message.data)
         elif isinstance(message, Bye):

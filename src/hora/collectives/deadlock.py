@@ -1,0 +1,125 @@
+"""Deadlock: two ranks that wait for each other in different calls learn it within a second, not after `timeout_s`.
+
+Ranks of one group compare the calls that they make in it (accord.py). A rank that makes a call which another never
+makes, as a collective inside `if job.rank == 0:`, waits in one group while the other waits for it elsewhere, in the
+exchange of gradients perhaps. So a rank whose training thread has waited for a moment tells the others where it stands,
+and in every group how many calls it has begun. Two ranks are deadlocked if each has begun a call that the other has
+not, and both wait in them: nothing but one of them could go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from ..coordinator import Control, Event
+from ..errors import HoraError, Mismatch
+
+log = logging.getLogger(__name__)
+
+TOPIC = "waits"
+
+
+class Standing(msgspec.Struct, array_like=True):
+    """Where a rank's training thread waits: `place` names a group or the like, `number` counts the calls there.
+    `begun` has that number for every place."""
+
+    place: str
+    number: int
+    text: str
+    begun: dict[str, int]
+
+
+class Place:
+    """A context around what may wait there. Of several inside each other, the outermost counts."""
+
+    __slots__ = ("_deadlocks", "name", "text")
+
+    def __init__(self, deadlocks: Deadlocks, name: str, text: Callable[[], str]) -> None:
+        self._deadlocks = deadlocks
+        self.name = name
+        self.text = text
+
+    def __enter__(self) -> None:
+        deadlocks = self._deadlocks
+        if threading.get_ident() == deadlocks.thread:
+            deadlocks.depth += 1
+            if deadlocks.depth == 1:
+                deadlocks.here = self
+
+    def __exit__(self, *_: object) -> None:
+        deadlocks = self._deadlocks
+        if threading.get_ident() == deadlocks.thread:
+            deadlocks.depth -= 1
+            if deadlocks.depth == 0:
+                deadlocks.here = None
+
+
+class Deadlocks:
+    """One rank's side. `numbers` gives for each group, by name, how many calls were begun in it; `end` is told the
+    error when there is one. A `place` and `notice` are for the rank's own threads, `hear` for the line's."""
+
+    def __init__(
+        self, control: Control, name: str, numbers: Callable[[], dict[str, int]], end: Callable[[HoraError], None]
+    ) -> None:
+        self._control = control
+        self._name = name
+        self._numbers = numbers
+        self._end = end
+        self.thread = threading.get_ident()  # the training thread
+        self.here: Place | None = None  # where that waits
+        self.depth = 0
+        self._counts: dict[str, Callable[[], int]] = {}  # of places that are no groups
+        self._others: dict[int, tuple[str, Standing]] = {}
+        self._lock = threading.Lock()
+
+    def place(self, name: str, text: Callable[[], str], count: Callable[[], int] | None = None) -> Place:
+        """Where this rank may wait for others: a group, or with `count` something else in which calls are counted."""
+        if count is not None:
+            self._counts[name] = count
+        return Place(self, name, text)
+
+    def notice(self) -> None:
+        """A wait of this rank, on any thread, has lasted for a moment. Never blocks."""
+        mine = self._standing()
+        if mine is None:
+            return
+        with contextlib.suppress(HoraError):
+            self._control.tell(TOPIC, msgspec.msgpack.encode(mine))
+        with self._lock:
+            others = list(self._others.values())
+        for name, theirs in others:
+            self._compare(mine, name, theirs)
+
+    def hear(self, event: Event) -> None:
+        if event.kind != "told" or event.topic != TOPIC or event.member is None:
+            return
+        theirs = msgspec.msgpack.decode(event.body, type=Standing)
+        with self._lock:
+            self._others[event.member.rank] = str(event.member), theirs
+        mine = self._standing()
+        if mine is not None:
+            self._compare(mine, str(event.member), theirs)
+
+    def _standing(self) -> Standing | None:
+        here = self.here
+        if here is None:
+            return None
+        begun = {**self._numbers(), **{name: count() for name, count in self._counts.items()}}
+        return Standing(here.name, begun.get(here.name, 0), here.text(), begun)
+
+    def _compare(self, mine: Standing, name: str, theirs: Standing) -> None:
+        """Each waits in a call that the other has not begun, in a place that both know."""
+        if mine.place == theirs.place or mine.place not in theirs.begun or theirs.place not in mine.begun:
+            return
+        if theirs.begun[mine.place] < mine.number and mine.begun[theirs.place] < theirs.number:
+            self._end(
+                Mismatch(
+                    f"{self._name} waits in {mine.text} while {name} waits in {theirs.text}: each waits for the other. "
+                    "All ranks must make the same calls in the same order; is one of them made by some ranks only?"
+                )
+            )
