@@ -58,6 +58,7 @@ parser.add_argument("--characters", type=int, help="use only so much of the text
 args = parser.parse_args()
 
 job = hora.init()
+job.process_group()  # torch's own, which its pipelines speak through
 num_stages = args.stages if job.size > 1 else 1
 num_pipelines, rest = divmod(job.size, num_stages)
 if rest or args.batch % (num_pipelines * args.micro_batches):
@@ -83,7 +84,6 @@ cuts = [0, *(1 + args.layers * stage // num_stages for stage in range(1, num_sta
 parts = [model[begin:end] for begin, end in itertools.pairwise(cuts)]
 part = parts[here]
 
-job.process_group()  # torch's own, which its pipelines speak through
 firsts = range(0, job.size, num_stages)
 group = [dist.new_group(list(range(first, first + num_stages))) for first in firsts][pipeline]
 twins = [hora.new_group(range(stage, job.size, num_stages)) for stage in range(num_stages)][here]  # in each pipeline

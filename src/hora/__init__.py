@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     )
     from .collectives.base import Group
     from .data import Shard
+    from .early_stopping import EarlyStopping
     from .errors import HoraError, Mismatch, PeerLost, Timeout, Unauthorized
-    from .helpers import EarlyStopping, clip_grad_norm_, scale_lr
+    from .helpers import clip_grad_norm_, scale_lr
     from .job import Job, init
     from .server.embedding import ServerEmbedding
     from .strategies import PS, Auto, DiLoCo, Engine, Halving, LocalSGD, Ring, Shared, Star, Tree
@@ -39,7 +40,8 @@ _HOMES = {
     "collectives": ("Group",),
     "data": ("Shard",),
     "server.embedding": ("ServerEmbedding",),
-    "helpers": ("EarlyStopping", "clip_grad_norm_", "scale_lr"),
+    "early_stopping": ("EarlyStopping",),
+    "helpers": ("clip_grad_norm_", "scale_lr"),
     "calls": (
         "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
         "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send",

@@ -1,4 +1,4 @@
-"""Small helpers for training loops: learning rates for larger batches, stopping early, clipping."""
+"""Small helpers for training loops: learning rates for larger batches, clipping."""
 
 from __future__ import annotations
 
@@ -39,57 +39,3 @@ def scale_lr(
         return times if step >= warmup_steps else 1.0 + (times - 1.0) * step / warmup_steps
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-
-
-class EarlyStopping:
-    """Stops all workers once a value has reached `target`, or has not improved for `patience` calls.
-
-        stopping = hora.EarlyStopping(patience=3)           # a loss: less is better
-        stopping = hora.EarlyStopping(target=0.97, mode="max")
-        …
-        stopping(accuracy)                                  # once per evaluation; True once it has asked to stop
-
-    Any worker's call counts: the first that asks stops all of them after the same step.
-    """
-
-    def __init__(
-        self,
-        *,
-        patience: int | None = None,
-        target: float | None = None,
-        mode: str = "min",
-        min_delta: float = 0.0,
-    ) -> None:
-        if patience is None and target is None:
-            raise ValueError("EarlyStopping needs patience= or target=, or both")
-        if patience is not None and patience < 1:
-            raise ValueError(f"EarlyStopping: patience takes 1 or more, not {patience}")
-        if mode not in ("min", "max"):
-            raise ValueError(f"EarlyStopping: mode {mode!r} is unknown; there are: min, max")
-        if not min_delta >= 0:
-            raise ValueError(f"EarlyStopping: min_delta takes 0 or more, not {min_delta}")
-        self.patience = patience
-        self.target = target
-        self.mode = mode
-        self.min_delta = min_delta
-        self.best: float | None = None
-        self.num_bad = 0
-        self.reason = ""
-
-    def __call__(self, value: float | torch.Tensor) -> bool:
-        number = float(value)
-        sign = 1.0 if self.mode == "min" else -1.0
-        better = self.best is None or sign * number < sign * self.best - self.min_delta
-        if better and not math.isnan(number):
-            self.best, self.num_bad = number, 0
-        else:
-            self.num_bad += 1
-        if not self.reason:
-            if self.target is not None and sign * number <= sign * self.target:
-                self.reason = f"{number:.6g} has reached the target {self.target:.6g}"
-            elif self.patience is not None and self.num_bad >= self.patience:
-                best = "nan" if self.best is None else f"{self.best:.6g}"
-                self.reason = f"no better than {best} for {self.num_bad} calls"
-            if self.reason:
-                current().stop(self.reason)
-        return bool(self.reason)

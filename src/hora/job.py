@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import logging
 import multiprocessing
@@ -36,6 +37,7 @@ from .strategies import PS, Auto, Engine, LocalSGD, Strategy
 from .strategies.sync import Traffic
 from .training import Training, several
 from .training.recorder import Recorder
+from .transport.base import num_cores
 from .watch.values import Histogram, checked
 from .world import World
 
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 1800.0
+MEAN = "mean "  # the topic of a value that workers tell each other, and its number
 LINGER_S = 10.0  # a rank that hosts the coordinator stays this long for the others' goodbyes
 
 _current: Job | None = None
@@ -92,6 +95,9 @@ class Job:
         if identity.watched and identity.role == "worker":
             self.training.recorder = Recorder(self.training, meeting.control.report)
         self._logged = False
+        self._means: list[Any] = []  # of values that workers tell each other
+        self._told: collections.deque[Event] = collections.deque(maxlen=1000)
+        self._telling = threading.Lock()
         self.pid = os.getpid()
         self.launcher = identity.launcher
         self._meeting = meeting
@@ -113,6 +119,11 @@ class Job:
             self._stop_reason = event.text
         if event.kind in ("left", "died") and event.member is not None and event.member.role == "worker":
             self._ended.add(event.member.rank)
+        if event.kind in ("left", "died") or (event.kind == "told" and event.topic.startswith(MEAN)):
+            with self._telling:
+                self._told.append(event)
+                for means in self._means:
+                    means.hear(event)
 
     def _lose_coordinator(self, reason: str) -> None:
         """The line to rank 0, who hosts the coordinator, broke."""
@@ -158,10 +169,12 @@ class Job:
         """torch's default process group over all workers, for torch's own pipelines and the like. Collective, once.
 
         Every worker calls it where it would call torch.distributed.init_process_group; addresses are Hora's business,
-        and so is its end. Without `backend`: Gloo, and NCCL for tensors on GPUs where each rank has one. Its links are
-        not authenticated.
+        and so is its end. A server or a predictor ends here. Without `backend`: Gloo, and NCCL for tensors on GPUs
+        where each rank has one. Its links are not authenticated.
         """
-        if self.role != "worker" or self._joined:
+        if self.role != "worker":
+            raise SystemExit(0)  # a script that speaks to torch itself has nothing for a server or a predictor to do
+        if self._joined:
             raise HoraError(f"{self._member}: job.process_group() is for the workers that the run began with")
         return self._world.torch_group(backend, self.device).group
 
@@ -311,6 +324,18 @@ class Job:
             self._progress.log(scalars, self.training)
         if self.training.recorder is not None and (self.rank == 0 or self.strategy.elastic):  # rank 0 may be lost
             self.training.recorder.log(scalars, histograms)
+
+    def _worker_means(self, make: Callable[..., Any]) -> Any:
+        """The means over the workers of one more value."""
+        sync = self.training.sync
+        together = sync is not None and sync.lockstep
+        with self._telling:
+            topic = f"{MEAN}{len(self._means)}"
+            made = make(self._meeting.control, self.rank, self.size, topic, together)
+            self._means.append(made)
+            for event in [event for event in self._told if event.topic == topic]:  # by those who came first
+                made.hear(event)
+        return made
 
     def _note(self, kind: str, text: str) -> None:
         if self.training.recorder is not None:
@@ -500,6 +525,8 @@ def init(
     if identity.joined:
         job.training.begin_at(meeting.control.newest_epoch() or 0)
     _label_records(identity)
+    if identity.rank == 0 and identity.role == "worker" and not identity.joined:
+        _advise_on_cores(identity)
     if identity.rank == 0 and identity.role == "worker" and (late := interpreter.changed_too_late()):
         log.warning(
             "the script sets %s, which has no effect: torch is imported before ranks are forked. Set it with "
@@ -533,6 +560,16 @@ def _label_records(identity: Identity) -> None:
 
     labelled.unlabelled = before  # type: ignore[attr-defined]
     logging.setLogRecordFactory(labelled)
+
+
+def _advise_on_cores(identity: Identity) -> None:
+    """More workers than cores take turns, unless they have GPUs to keep busy."""
+    cores = num_cores()
+    if identity.local_size > cores and not os.path.exists("/dev/nvidia0"):
+        log.warning(
+            "%d workers share %d cores of %s, so they take turns: -n %d is as fast, --hosts adds machines",
+            identity.local_size, cores, identity.host, cores,
+        )  # fmt: skip
 
 
 def _own_world(member: Member, timeout_s: float) -> World:

@@ -101,6 +101,11 @@ class Service:
         with self._order:
             return self.coordinator.joined
 
+    def missing(self) -> list[tuple[str, int]]:
+        """Who has not joined yet, as role and rank."""
+        with self._order:
+            return self.coordinator.missing
+
     def failures(self) -> list[tuple[tuple[str, int], str]]:
         """Who said that it fails, as role and rank, and why, in that order."""
         with self._order:

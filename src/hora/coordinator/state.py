@@ -115,6 +115,12 @@ class Coordinator:
         """What became of the workers that joined later, by rank: alive, left or died."""
         return {rank: s.state for (role, rank), s in self._seats.items() if role == "worker" and rank >= self.size}
 
+    @property
+    def missing(self) -> list[Key]:
+        """Of the workers and servers that a run begins with, those that have not joined yet."""
+        wanted = [("worker", rank) for rank in range(self.size)] + [("server", rank) for rank in range(self.servers)]
+        return [key for key in wanted if key not in self._seats]
+
     def values(self, prefix: str) -> dict[str, bytes]:
         return {key: value for key, value in self._values.items() if key.startswith(prefix)}
 
@@ -238,8 +244,7 @@ class Coordinator:
             self._joining.append((connection, request.id))
             return out + self._welcome()
         self._joining.append((connection, request.id))
-        wanted = [("worker", rank) for rank in range(self.size)] + [("server", rank) for rank in range(self.servers)]
-        if any(seat not in self._seats for seat in wanted):
+        if self.missing:
             return out
         self.generation = 1
         out += self._to_all(self._event("formed")) + self._welcome()

@@ -355,6 +355,8 @@ def run(
             env=tuple(_variable(each) for each in env),
             forward=forward,
         )
+        if misplaced := _misplaced(ctx, command):
+            click.echo(f"hora: {misplaced}", err=True)
         if machines or engine is not None:
             from .hosts import ray, spread
 
@@ -373,6 +375,22 @@ def _machines(hosts: str | None, hostfile: str | None, size: int | None) -> tupl
     if hosts is not None and hostfile is not None:
         raise ValueError("--hosts and --hostfile name the same thing; leave one of them out")
     return host.deal(host.parse(hosts) if hosts is not None else host.read_file(str(hostfile)), size)
+
+
+def _misplaced(ctx: click.Context, command: tuple[str, ...]) -> str:
+    """What to say of an option of ours that stands behind the script, where it is the script's; nothing if none does.
+    Where the same was given before the script too, both are meant."""
+    ours = {name: param for param in ctx.command.params for name in param.opts if name.startswith("-") and name != "-m"}
+    for number, word in enumerate(command[1:], 1):
+        name = word.partition("=")[0]
+        if name in ours and ctx.get_parameter_source(str(ours[name].name)) is click.core.ParameterSource.DEFAULT:
+            takes_value = "=" not in word and number + 1 < len(command) and not getattr(ours[name], "is_flag", False)
+            given = f"{word} {command[number + 1]}" if takes_value else word
+            return (
+                f"{given} stands behind {command[0]}, so the script gets it; for hora run it comes first: "
+                f"hora run {given} {command[0]}"
+            )
+    return ""
 
 
 def _variable(text: str) -> tuple[str, str]:

@@ -57,8 +57,13 @@ def common_environment(config: RunConfig, crew: Crew, run_id: str) -> dict[str, 
     gets its share of the cores unless the user set OMP_NUM_THREADS.
     """
     env = {key: value for key, value in os.environ.items() if key not in NAMES} | dict(config.env)
-    env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // crew.num_processes)))
-    return {**env, **OF_INTERPRETER, "HORA_RUN": run_id}
+    return {**env, "OMP_NUM_THREADS": threads(config, crew.num_processes), **OF_INTERPRETER, "HORA_RUN": run_id}
+
+
+def threads(config: RunConfig, num_processes: int) -> str:
+    """How many each process computes with: what the user said, or its share of the cores."""
+    given = (os.environ | dict(config.env)).get("OMP_NUM_THREADS")
+    return given or str(max(1, num_cores() // num_processes))
 
 
 def environment(

@@ -72,6 +72,9 @@ class Visit:
     def joined(self) -> dict[int, str]:
         return {}
 
+    def missing(self) -> list[Seat]:
+        return []
+
     def failures(self) -> list[tuple[Seat, str]]:
         return []
 

@@ -17,7 +17,7 @@ from . import servers
 from .config import RunConfig
 from .forkserver.client import ForkServer, preloaded
 from .guardian import Guardian
-from .identity import TRACE, Crew, common_environment
+from .identity import TRACE, Crew, common_environment, threads
 from .output import Screen, make_log_dir, open_standard_descriptors
 from .runfile import RunFile
 from .showing import Show
@@ -166,4 +166,6 @@ def facts(config: RunConfig, run_id: str) -> dict[str, object]:
     found["hosts"] = [f"{host.target}:{host.slots}" for host in config.hosts]
     found["strategy"] = config.strategy.spell() if config.strategy else None
     found["serve"] = dataclasses.asdict(config.serve) if config.serve else None
+    servers = config.servers if isinstance(config.servers, int) else 0
+    found["threads"] = threads(config, config.size + servers)
     return {"run": run_id, **found, "cwd": os.getcwd(), "host": socket.gethostname(), "pid": os.getpid()}

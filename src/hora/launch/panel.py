@@ -80,7 +80,8 @@ def _head(now: Now, wide: int) -> Text:
     left.append(f"  {', '.join(filter(None, [*how, *crew]))}", QUIET)
     took = clock(now.seconds)
     if now.state != "running":
-        return _ends(left, [Text(harmless(now.state, 20), QUIET)], wide)
+        state = [f"{now.state}: {now.waiting}"] * bool(now.waiting and now.state == "starting") + [now.state]
+        return _ends(left, [Text(harmless(each, 60), QUIET) for each in state], wide)
     return _ends(left, [Text(text, "green") for text in (f"running for {took}", f"running {took}", took)], wide)
 
 

@@ -69,6 +69,15 @@ def ended(lost: Sequence[str]) -> Outcome:
     return Outcome(code=codes.OK, cause="", text=text, lost=tuple(lost))
 
 
+def never_met(size: int, script: str) -> Outcome:
+    """Every rank ended well, and none had joined the run."""
+    text = (
+        f"no rank called hora.init(), so {size} copies of {script} ran side by side, each by itself; "
+        "job = hora.init() and job.prepare(model, optimizer) make them one run."
+    )
+    return Outcome(code=codes.OK, cause="", text=text)
+
+
 def unstarted(role: str, rank: int, error: OSError) -> Outcome:
     """The operating system, or its host, refused to start this rank or server."""
     cause = f"{seat_name(role, rank)} could not be started: {error.strerror or error}"

@@ -17,7 +17,7 @@ from . import runfile
 from .digest import digest, jsonable, reading
 from .joining import visit
 from .runfile import Found
-from .summary import sentences, single_speed
+from .summary import sentences, single_speed, taken
 from .wording import happening, harmless, size
 
 EVENTS = 10
@@ -80,7 +80,7 @@ def _card(found: Found) -> str:
     told: list[tuple[str, str]] = [
         (key, harmless(value, 4000)) for key, value in rows.items() if value not in (None, "")
     ]
-    told += _under("summary", sentences(known.summary, single=single_speed(begun)))
+    told += _under("summary", sentences(known.summary, single=single_speed(begun, taken(known.summary))))
     told += _under("events", [_event(event) for event in events])
     width = max(len(key) for key, _ in told)
     return "\n".join(f"{key:<{width}}  {value}" for key, value in told)

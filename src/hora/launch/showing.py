@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PANEL_S = 0.5
 LOOK_S = 1.0
+SLOW_START_S = 10.0
+"""After this long a start that is not over says what it waits for; a panel says it from the beginning."""
 
 
 class Desk(Protocol):
@@ -42,6 +44,8 @@ class Show:
         self._looked_at = 0.0
         self._summary: dict[str, Any] = {}
         self._closed = False
+        self._started_at = 0.0
+        self._told_waiting = False
 
     @classmethod
     def of_run(cls, config: RunConfig, record: RunFile, screen: Screen, wake: Wake, facts: dict[str, object]) -> Show:
@@ -102,14 +106,22 @@ class Show:
             assert self._screen is not None
             self._screen.say(f"{problem}; the run goes on without it")
 
-    def tick(self, now: float, desk: Desk) -> None:
+    def tick(self, now: float, desk: Desk, awaited: Callable[[], str]) -> None:
+        """`awaited` says what a run waits for that has not taken a step yet."""
         due = self.due
         if due is None or now < due:
             return
         self._looked_at = now
         assert self.watcher is not None and self._screen is not None
         told = [desk.values(key).get(key, b"").decode(errors="replace") for key in ("strategy", "serving")]
-        self.watcher.settle(strategy=told[0], algorithm=_algorithm(desk), serving=told[1])
+        starting = self.watcher.now().state == "starting"
+        waiting = awaited() if starting else ""
+        self.watcher.settle(strategy=told[0], algorithm=_algorithm(desk), serving=told[1], waiting=waiting)
+        self._started_at = self._started_at or now
+        if starting and not self._has_panel and not self._told_waiting and now - self._started_at >= SLOW_START_S:
+            self._told_waiting = True
+            if waiting != "the first step":
+                self._screen.say(f"the run has waited {SLOW_START_S:g} s for {waiting}")
         if self._has_panel:
             from . import panel
 
@@ -140,7 +152,7 @@ class Show:
             return []
         from . import summary
 
-        return summary.sentences(self._summary, single=summary.single_speed(facts))
+        return summary.sentences(self._summary, single=summary.single_speed(facts, summary.taken(self._summary)))
 
     def merge(self, scratch: str, stop: Callable[[], bool]) -> None:
         """The trace, of the ranks' parts of it in `scratch`. It may take long; `stop` says that nobody waits for it."""

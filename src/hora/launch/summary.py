@@ -13,6 +13,8 @@ from . import runfile
 from .wording import count, duration, harmless, number, percent, rate, size
 
 MAX_VALUES = 6
+POSSIBLE = 1.02  # of what so many workers could do at best; beyond it the two runs were not alike after all
+ALIKE = 0.5  # a run must be half as long as another at least, to be compared with it
 MAX_LOOKED_AT = 1000  # past runs among which one with a single worker is looked for
 
 
@@ -23,9 +25,9 @@ def sentences(summary: Mapping[str, Any], *, single: float | None) -> list[str]:
     if not steps and not samples:
         return []
     speed, workers = amount(summary, "samples_per_s"), int(amount(summary, "workers"))
-    taken = max(0, steps - amount(summary, "from_step"))
-    done = ", ".join(count(int(many), noun) for many, noun in ((taken, "step"), (samples, "sample")) if many)
-    if taken < steps:
+    here = taken(summary)
+    done = ", ".join(count(int(many), noun) for many, noun in ((here, "step"), (samples, "sample")) if many)
+    if here < steps:
         done += f" (to step {int(steps):,})"
     trained_s = samples / speed if speed > 0 else seconds
     first = f"{done} in {duration(trained_s)}"
@@ -33,8 +35,8 @@ def sentences(summary: Mapping[str, Any], *, single: float | None) -> list[str]:
         first += f" ({duration(seconds)} from start to end)"
     if samples and speed > 0:
         first += f": {rate(speed)} samples/s"
-        if single and workers > 1:
-            share = speed / (single * workers)
+        share = speed / (single * workers) if single else 0.0
+        if single and workers > 1 and share <= POSSIBLE:
             first += f", {percent(share)} of {workers} times what one worker does alone ({rate(single)})"
     return [first, *filter(None, (_reached(summary), _communication(summary, workers)))]
 
@@ -46,16 +48,22 @@ def values(summary: Mapping[str, Any]) -> dict[str, float]:
     return {name: known[name] for name in sorted(known, key=lambda name: (name != "loss", "loss" not in name))}
 
 
+def taken(summary: Mapping[str, Any]) -> float:
+    """Steps of this run, without those of the one it was restored from."""
+    return max(0.0, amount(summary, "steps") - amount(summary, "from_step"))
+
+
 def amount(summary: Mapping[str, Any], key: str) -> float:
     """A number of the summary; 0 if it has none there."""
     value = summary.get(key)
     return value if isinstance(value, int | float) and math.isfinite(value) else 0
 
 
-def single_speed(facts: Mapping[str, Any]) -> float | None:
-    """Samples per second of the newest past run of the same command, from the same folder, on this host, that had one
-    worker and ended well. `facts` are what run.json says of the run in question."""
-    if facts.get("size") == 1:
+def single_speed(facts: Mapping[str, Any], steps: float) -> float | None:
+    """Samples per second of the newest past run of the same command that had one worker and ended well: from the same
+    folder, on this host, with as many threads for a worker, and about as long. `facts` are what run.json says of the
+    run in question, `steps` how many it has taken."""
+    if facts.get("size") == 1 or facts.get("hosts"):
         return None
     wanted = _command(facts)
     for found in itertools.islice(runfile.all_runs(), MAX_LOOKED_AT):
@@ -64,14 +72,15 @@ def single_speed(facts: Mapping[str, Any]) -> float | None:
         if found.begun.get("size") != 1 or "joins" in found.begun or ended.get("code") != 0:
             continue
         if _command(found.begun) == wanted and isinstance(told, dict) and amount(told, "samples_per_s") > 0:
-            return amount(told, "samples_per_s")
+            return amount(told, "samples_per_s") if taken(told) >= ALIKE * steps else None
     return None
 
 
 def _command(facts: Mapping[str, Any]) -> tuple[object, ...]:
     where = (facts.get("cwd", os.getcwd()), facts.get("host", socket.gethostname()))
     command = facts.get("command")
-    return (list(command) if isinstance(command, list | tuple) else [], bool(facts.get("module")), *where)
+    how = (bool(facts.get("module")), str(facts.get("threads")), facts.get("max_steps"), list(facts.get("hosts") or []))
+    return (list(command) if isinstance(command, list | tuple) else [], *how, *where)
 
 
 def _reached(summary: Mapping[str, Any]) -> str:

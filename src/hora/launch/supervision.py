@@ -40,7 +40,7 @@ from .guardian import Guardian, sweep
 from .hosts.site import Remote, Site
 from .hosts.sites import Sites, attend, watched
 from .identity import Crew, Seat, environment
-from .output import Screen, Stream
+from .output import Screen, Stream, seat_name
 from .report import Outcome
 from .runfile import RunFile
 from .showing import Show
@@ -64,6 +64,9 @@ class Desk(Protocol):
     def report_exit(self, rank: int, role: str = "worker") -> None: ...
 
     def joined(self) -> dict[int, str]: ...
+
+    def missing(self) -> list[Seat]:
+        """Who has not joined yet."""
 
     def failures(self) -> list[tuple[Seat, str]]:
         """Who said that it fails, and why, in that order."""
@@ -224,13 +227,23 @@ class Launch:
         self._judge(now)
         self._escalate(now)
         self._dismiss(now)
-        self._show.tick(now, self._desk)
+        self._show.tick(now, self._desk, self._awaited)
         self._screen.tick(now)
 
     @staticmethod
     def _read_pipe(process: Process, fd: int, now: float) -> bool | None:
         """As Process.read; None also for a pipe that was closed earlier in this turn."""
         return process.read(fd, now) if fd in process.pipes else None
+
+    def _awaited(self) -> str:
+        """What a run that has not taken a step yet waits for, in words."""
+        if self._forks is not None and not self._forks.ready:
+            return "torch is imported"
+        names = [seat_name(*seat) for seat in self._desk.missing()]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            return f"{names[0]}{more} to call hora.init()"
+        return "the first step"
 
     def _watch_output(self) -> None:
         """Waits for room on our output while something is queued; reads the ranks only while the queue is short."""
@@ -583,6 +596,8 @@ class Launch:
             return dataclasses.replace(failed, lost=lost)
         if self._asked is not None:
             return dataclasses.replace(report.stopped(self._asked, killed=self._killed), lost=lost)
+        if not self._desk.formed and self._stage.crew.size > 1:
+            return report.never_met(self._stage.crew.size, self._config.command[0])
         return report.ended(lost)
 
     def _anyone_ended_well(self) -> bool:

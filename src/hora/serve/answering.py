@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from .batch import Predict, call, check_rows, cut, is_finite, joined, kind_of, rows_of
+from .batch import Predict, call, check_rows, cut, is_finite, joined, kind_of, magnitude, rows_of
 from .elements import Value
 from .refusal import NotReady, Refusal
 from .signature import Signature, check
@@ -33,6 +33,7 @@ from .source import Source, Stamp
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1024  # requests; more are sent away at once
+LARGE = 1e15  # inputs beyond it are no model's to answer: a product of two sums overflows
 CLOSE_S = 2.0  # how long `close` lets the thread answer what is queued
 
 
@@ -216,8 +217,7 @@ class Answerer:
             start += waiting.rows
             broken = [] if finite else [name for name, value in own.items() if not is_finite(value)]
             if broken:
-                sentence = f"output {broken[0]!r} holds NaN or infinity, with the parameters of step {stamp.step}"
-                _fail(waiting.future, Refusal(sentence, 500))
+                _fail(waiting.future, _overflow(broken[0], waiting.inputs, stamp))
             else:
                 _settle(waiting.future, Answer(own, stamp))
         return True
@@ -233,6 +233,15 @@ class Answerer:
         if len({kind_of(part) for part in parts}) > 1:
             raise Refusal("the outputs for some of the rows differ in shape from those for others; ask for fewer", 500)
         return joined(parts)
+
+
+def _overflow(output: str, inputs: Mapping[str, Value], stamp: Stamp) -> Refusal:
+    """An output that is not finite is the model's fault, unless the inputs are so large that any model would fail."""
+    sentence = f"output {output!r} holds NaN or infinity, with the parameters of step {stamp.step}"
+    largest = max(map(magnitude, inputs.values()), default=0.0)
+    if largest < LARGE:
+        return Refusal(sentence, 500)
+    return Refusal(f"{sentence}: the inputs go up to {largest:.3g}; scale them as the training does", 400)
 
 
 def _closing() -> Refusal:

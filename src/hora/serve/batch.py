@@ -103,6 +103,13 @@ def check_rows(outputs: Mapping[str, Value], rows: int, predict: Predict | None)
             )  # fmt: skip
 
 
+def magnitude(value: Any) -> float:
+    """The largest absolute number among the inputs; 0 where there are none."""
+    if isinstance(value, torch.Tensor):
+        return float(value.double().abs().max()) if value.numel() and not value.is_complex() else 0.0
+    return 0.0
+
+
 def is_finite(value: Any) -> bool:
     """Whether there is no NaN and no infinity within."""
     if isinstance(value, torch.Tensor):

@@ -287,8 +287,7 @@ class Loop:
                     self._members.add(news.member.rank)
                 else:
                     self._alive.discard(news.member.rank)
-                    if news.kind == "left" or not self._waits_for_all:
-                        self._part_with(news.member.rank)
+                    self._part_with(news.member.rank)
 
     def _attend(self, line: Line, events: int) -> None:
         try:
@@ -319,19 +318,12 @@ class Loop:
             self._selector.unregister(line)
         self._writing.discard(line)
         line.close()
-        if line.peer is None or line.peer[0] != "worker":
-            return
-        if line.peer[1] not in self._members or not self._waits_for_all:
+        if line.peer is not None and line.peer[0] == "worker":
             self._part_with(line.peer[1])
 
-    @property
-    def _waits_for_all(self) -> bool:
-        """Whether a step needs every worker: then one whose line has broken is not left out of the mean. The
-        coordinator says whether it has left, or has died, and then this step is never answered."""
-        return self.server.rules.mode == "sync"
-
     def _part_with(self, worker: int) -> None:
-        """This worker sends no more: well or not, nobody waits for it."""
+        """This worker sends no more, well or not, and is not waited for. But in sync a step needs every worker that the
+        run began with: one that comes after its end is never answered, and the other workers know why."""
         guest = self._guests.pop(worker, None)
         if worker not in self._members:
             self._alive.discard(worker)
@@ -342,7 +334,8 @@ class Loop:
             if self._passing is not None:
                 self._passing.withdraw(f"copies-{worker}")
             guest.close()
-        self._post(self.server.leave(worker))
+        if self.server.rules.mode != "sync" or worker not in self.station.workers:
+            self._post(self.server.leave(worker))
 
     # -- messages ------------------------------------------------------------------------------------------------------
 

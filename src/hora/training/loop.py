@@ -31,6 +31,7 @@ from ..strategies import Strategy
 from ..strategies.sync import Halt, Sync
 from .course import Course
 from .farewell import Farewell
+from .hints import Hints
 from .hooks import Hook
 from .orders import Orders, is_enabled
 from .stages import Stages
@@ -103,6 +104,8 @@ class Training:
         self._taken = False
         self._unfinished: int | None = None  # a loop that this worker left before its end
         self._raised: list[Shard] = []  # loops that an exception took this worker out of
+        self._num_in_vain = 0  # steps outside of a loader's loop that had no effect
+        self._hints: Hints
         self._lost: Event | None = None  # the end of another worker without which this one cannot go on
         self._num_runs = 0
         self._noted_at = 0.0
@@ -153,6 +156,11 @@ class Training:
             before, after = Hook(lambda *_: sync.before_forward()), Hook(lambda _m, _i, out: sync.after_forward(out))
             for each in self.models:
                 self._handles += [each.register_forward_pre_hook(before), each.register_forward_hook(after)]
+        self._hints = Hints(self._control, self.rank, self.size)
+        if self.size > 1:
+            self._handles += [each.register_forward_pre_hook(Hook(self._hint)) for each in self.models]
+            if any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.models):
+                self._hints.wrapped()
         if len(self.optimizers) > 1 or sync.rounds is not None:
             # Behind the one above, which may close a round; so may a step that a scaler leaves out.
             self._handles += [each.register_forward_pre_hook(Hook(self._before_forward)) for each in self.models]
@@ -163,6 +171,10 @@ class Training:
         for each_optimizer in self.optimizers:
             self._handles.append(each_optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(each_optimizer.register_step_post_hook(self._after_step))
+
+    def _hint(self, model: torch.nn.Module, inputs: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._hints.before_forward(inputs, sharded=bool(self._loops))
 
     def _share_standing(self) -> None:
         """Where others may join, rank 0 leaves its hyper-parameters and schedulers for them; who joins takes them."""
@@ -196,7 +208,12 @@ class Training:
             if self.size > 1 and logged and self.rank == 0:
                 log.warning("job.prepare(model, optimizer) was never called: each worker trained by itself")
             return
-        if self.sync.halted or self._stopping:
+        if self._num_in_vain:
+            log.warning(
+                "the last step of rank %d had no effect: %s. Ranks must take the same number of steps: let "
+                "job.shard(loader) deal the batches", self.rank, self.sync.halted
+            )  # fmt: skip
+        elif self.sync.halted or self._stopping:
             self._tell_why()
         if self.max_steps is not None and self.step > self.max_steps and self.rank == 0:
             log.warning(
@@ -259,6 +276,8 @@ class Training:
                 self._taken = False
                 self._halt(halt)
         self._farewell.mourn()
+        if self.sync.halted and not self._loops and not self._stopping:
+            self._step_in_vain()
         if not self._taken:
             skipped = self.sync.verdict.skipped
             if skipped and (self.rank == 0 or not self.sync.lockstep):
@@ -267,6 +286,18 @@ class Training:
                 for parameter in group["params"]:
                     parameter.grad = None  # then the optimizer has nothing to do
         return changed
+
+    def _step_in_vain(self) -> None:
+        """A step in a loop that Hora cannot end, after the others have left theirs. The script has one to notice it by
+        job.stopped; then it is told."""
+        assert self.sync is not None
+        self._num_in_vain += 1
+        if self._num_in_vain > 1:
+            raise HoraError(
+                f"rank {self.rank}: step {self.step + self._num_in_vain} cannot be taken: {self.sync.halted}. Ranks "
+                "must take the same number of steps: let job.shard(loader) deal the batches, or leave the loop when "
+                "job.stopped is true"
+            )
 
     def _note_skip(self, why: str) -> None:
         if self.recorder is not None:
@@ -645,6 +676,8 @@ class Training:
 
     def epochs(self, count: int) -> Iterator[int]:
         self.go_on()
+        if self._first_epoch >= count and self._first_epoch and self.sync is not None:
+            self._hints.nothing_left(self._first_epoch, count)
         self.course.begin(count)
         self._num_runs += 1
         run = self._farewell.run = self._num_runs

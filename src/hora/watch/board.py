@@ -47,6 +47,7 @@ class Board:
         self._strategy = self._algorithm = self._serving = ""
         self._together = True
         self._state = "starting"
+        self._waiting = ""
         self._step = self._samples = 0
         self._members = Members()
         self._logbook = Logbook(self.curves)
@@ -62,14 +63,24 @@ class Board:
 
     # -- what is heard -----------------------------------------------------------------------------------------------
 
-    def settle(self, *, strategy: str | None = None, algorithm: str | None = None, serving: str | None = None) -> None:
-        """What becomes known of the run while it goes on. None changes nothing; `serving` alone may become empty."""
+    def settle(
+        self,
+        *,
+        strategy: str | None = None,
+        algorithm: str | None = None,
+        serving: str | None = None,
+        waiting: str | None = None,
+    ) -> None:
+        """What becomes known of the run while it goes on. None changes nothing; `serving` and `waiting` may become
+        empty."""
         if strategy:
             self._strategy, self._together = plain(strategy, MAX_TEXT_CHARS), _step_together(strategy)
         if algorithm:
             self._algorithm = plain(algorithm, MAX_TEXT_CHARS)
         if serving is not None:
             self._serving = plain(serving, MAX_TEXT_CHARS)
+        if waiting is not None:
+            self._waiting = plain(waiting, MAX_TEXT_CHARS)
 
     def hear(self, member: Member, report: Report, now: float) -> None:
         """A report that says what cannot be counts as lost."""
@@ -140,6 +151,7 @@ class Board:
             algorithm=self._algorithm,
             size=self._size,
             state=self._state,
+            waiting=self._waiting if self._state == "starting" else "",
             seconds=at,
             step=self._step,
             epoch=_most(track.epoch for track in standing),

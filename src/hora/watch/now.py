@@ -52,6 +52,7 @@ class Now(msgspec.Struct, kw_only=True):
     algorithm: str = ""  # what `auto` has chosen
     size: int = 0
     state: str = "starting"  # starting, running, ended
+    waiting: str = ""  # while it starts: for what
     seconds: float = 0.0  # since the run began
     step: int = 0
     epoch: int | None = None

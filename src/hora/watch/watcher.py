@@ -89,9 +89,17 @@ class Watcher:
         """Something that the launcher or the coordinator has seen; see Board.event."""
         self._put(lambda now: self._board.event(kind, who, text, now), len(text))
 
-    def settle(self, *, strategy: str | None = None, algorithm: str | None = None, serving: str | None = None) -> None:
+    def settle(
+        self,
+        *,
+        strategy: str | None = None,
+        algorithm: str | None = None,
+        serving: str | None = None,
+        waiting: str | None = None,
+    ) -> None:
         """What has become known of the run; see Board.settle."""
-        self._put(lambda now: self._board.settle(strategy=strategy, algorithm=algorithm, serving=serving), 0)
+        known = {"strategy": strategy, "algorithm": algorithm, "serving": serving, "waiting": waiting}
+        self._put(lambda now: self._board.settle(**known), 0)
 
     def now(self) -> Now:
         """The run as it was a moment ago. Nobody changes it, and its reader must not either."""
