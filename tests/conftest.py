@@ -12,12 +12,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import tiers
 from hora.launch.forkserver.client import shared
 from launching import LEAVE_S, Launcher, command_of, environment
 
 torch.set_num_threads(1)
 for name in [name for name in os.environ if name.startswith(("HORA_", "OMPI_COMM_", "SLURM_", "TORCHELASTIC_"))]:
     del os.environ[name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.assign(items)
+
 
 TRANSPORTS = ("memory", "shm", "tcp", "engine")
 

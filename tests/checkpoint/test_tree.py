@@ -77,7 +77,7 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("tree", PLAIN, ids=lambda tree: ascii(tree)[:40])
+@pytest.mark.parametrize("tree", PLAIN, ids=range(len(PLAIN)))
 def test_every_plain_value_comes_back_exactly(tree: Any) -> None:
     assert same(through_json(tree), tree)
     assert same(through_json({"in": [tree, (tree,)]}), {"in": [tree, (tree,)]})
@@ -182,7 +182,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("plain", HOSTILE, ids=lambda plain: ascii(plain)[:50])
+@pytest.mark.parametrize("plain", HOSTILE, ids=range(len(HOSTILE)))
 def test_what_encode_does_not_write_is_refused(plain: Any) -> None:
     with pytest.raises(HoraError, match="which Hora does not write"):
         decode(plain, {"t": torch.ones(1)})

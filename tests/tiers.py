@@ -1,0 +1,70 @@
+"""Tiers: which tests `make test` runs, which only `make test-all`, and which run one at a time.
+
+- `full` is set on tests that take long or prove again what a quicker one proves; `make test` leaves them out.
+- Of a test with several parameters, the cases outside of a covering selection are `full`: with two parameters every
+  value occurs in the selection, with more every pair of values does. `@pytest.mark.product` keeps all cases.
+- `process` is set on tests that start processes, by the fixtures that they use. Under pytest-xdist they run one after
+  the other, in one worker, beside the tests of the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+
+PROCESS_FIXTURES = {"launcher", "started", "machines", "forkserver"}
+LEAST_CASES = 4
+
+
+def assign(items: Sequence[pytest.Item]) -> None:
+    functions: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function):
+            functions[item.nodeid.partition("[")[0]].append(item)
+            if PROCESS_FIXTURES & set(item.fixturenames):
+                item.add_marker(pytest.mark.process)
+        if item.get_closest_marker("process") is not None:
+            item.add_marker(pytest.mark.xdist_group("process"))
+    for cases in functions.values():
+        if len(cases) >= LEAST_CASES and cases[0].get_closest_marker("product") is None:
+            chosen = covering([list(case.callspec.params.values()) for case in cases if hasattr(case, "callspec")])
+            for number, case in enumerate(cases):
+                if number not in chosen:
+                    case.add_marker(pytest.mark.full)
+
+
+def covering(rows: Sequence[Sequence[object]]) -> set[int]:
+    """Of the rows, a few that contain every pair of values of different columns; of two columns, every value."""
+    columns = _independent(list(zip(*([repr(value) for value in row] for row in rows), strict=True)))
+    if len(columns) < 2:
+        return set(range(len(rows)))
+    width = 1 if len(columns) == 2 else 2
+    parts = [
+        {tuple((column, columns[column][row]) for column in those) for those in _choose(len(columns), width)}
+        for row in range(len(rows))
+    ]
+    missing: set[object] = set().union(*parts)
+    chosen: set[int] = set()
+    while missing:
+        best = max(
+            (row for row in range(len(rows)) if row not in chosen), key=lambda row: (len(parts[row] & missing), -row)
+        )
+        chosen.add(best)
+        missing -= parts[best]
+    return chosen
+
+
+def _choose(count: int, width: int) -> list[tuple[int, ...]]:
+    return list(itertools.combinations(range(count), width))
+
+
+def _independent(columns: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
+    """Each column's values as numbers; of columns that always change together, one."""
+    found: dict[tuple[int, ...], None] = {}
+    for column in columns:
+        numbers: dict[str, int] = {}
+        found[tuple(numbers.setdefault(value, len(numbers)) for value in column)] = None
+    return [column for column in found if len(set(column)) > 1]
