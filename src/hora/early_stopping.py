@@ -22,8 +22,8 @@ class WorkerMeans:
     """The mean over the workers of a value that each of them gives from time to time.
 
     Where they step together (`together`) the k-th values of all make the k-th mean, so that all workers see the same
-    means. Otherwise a worker gets the mean of everybody's newest. A worker that never gives one is not counted, so
-    there is nothing to hang in.
+    means. Otherwise a worker gets the mean of everybody's newest. A worker that has ended, or never gives a value, is
+    not waited for.
     """
 
     def __init__(self, control: Control, rank: int, size: int, topic: str, together: bool) -> None:
@@ -34,7 +34,10 @@ class WorkerMeans:
         self._together = together
         self._values: dict[int, list[float]] = {rank: []}
         self._behind: dict[int, int] = {}  # by how many calls a worker that was waited for in vain is behind
+        self._ended: set[int] = set()
         self._num_means = 0
+        self.num_workers = 1
+        """In the last mean."""
         self._news = threading.Condition()
 
     def add(self, value: float) -> list[float]:
@@ -44,25 +47,28 @@ class WorkerMeans:
             mine = self._values[self._rank]
             mine.append(value)
             if not self._together:
-                newest = [values[-1] for values in self._values.values()]
+                newest = [values[-1] for rank, values in self._values.items() if rank not in self._ended]
+                self.num_workers = len(newest)
                 return [math.fsum(newest) / len(newest)]
             first = len(mine) == 1
             self._news.wait_for(lambda: self._has_all(first), FIRST_S if first else WAIT_S)
             self._behind = {rank: len(mine) - len(values) for rank, values in self._values.items()}
-            known = min(map(len, self._values.values()))
-            rows = [[values[k] for values in self._values.values()] for k in range(self._num_means, known)]
+            known = min(len(values) for rank, values in self._values.items() if rank not in self._ended)
+            every = self._values.values()
+            rows = [[values[k] for values in every if len(values) > k] for k in range(self._num_means, known)]
             self._num_means = max(known, self._num_means)
+        self.num_workers = len(rows[-1]) if rows else self.num_workers
         return [math.fsum(row) / len(row) for row in rows]
-
-    @property
-    def num_workers(self) -> int:
-        return len(self._values)
 
     def _has_all(self, first: bool) -> bool:
         if first and len(self._values) < self._size:
             return False
         wanted = len(self._values[self._rank])
-        return all(len(values) >= wanted - self._behind.get(rank, 0) for rank, values in self._values.items())
+        return all(
+            len(values) >= wanted - self._behind.get(rank, 0)
+            for rank, values in self._values.items()
+            if rank not in self._ended
+        )
 
     def hear(self, event: Event) -> None:
         """On the line's thread: another worker has told a value, or has ended."""
@@ -73,7 +79,7 @@ class WorkerMeans:
             if event.kind == "told" and event.topic == self._topic:
                 self._values.setdefault(rank, []).append(msgspec.msgpack.decode(event.body, type=float))
             elif event.kind in ("left", "died") and rank != self._rank:
-                self._values.pop(rank, None)
+                self._ended.add(rank)
             self._news.notify_all()
 
 

@@ -53,7 +53,7 @@ RUN = ["run", "-n", "2"]
             ["bench", "allreduce", "--sizes", "4K,7Q"],
             "hora bench allreduce: --sizes takes sizes as 4K,64K,1M, not '7Q'",
         ),
-        (["bench", "nothing"], "hora bench: no such command 'nothing'; there are: allreduce"),
+        (["bench", "nothing"], "hora bench: no such command 'nothing'; there are: start, allreduce"),
         (["runn"], "hora: no such command 'runn'; there are: run, serve, explain, bench"),
     ],
 )

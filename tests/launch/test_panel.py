@@ -54,6 +54,11 @@ def test_it_says_what_the_run_is_where_it_stands_and_how_fast() -> None:
     assert {cell_len(each) for each in lines} == {99}, "both edges are even"
 
 
+def test_while_it_starts_it_says_what_it_waits_for() -> None:
+    assert render(run(state="starting", waiting="rank 1 imports torch"))[0].endswith("starting: rank 1 imports torch")
+    assert "imports" not in render(run(waiting="rank 1 imports torch"))[0]
+
+
 def test_what_auto_has_chosen_is_said() -> None:
     assert render(run(strategy="auto", algorithm="shared"))[0].startswith(" mnist-3  auto (shared), 4 workers ")
 

@@ -80,17 +80,17 @@ def past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     times = iter(f"2026-11-01T10:{minute:02d}:00+00:00" for minute in range(60))
     monkeypatch.setattr(runfile, "_now", lambda: next(times))
 
-    def leave(name: str, speed: float, code: int = 0, **facts: Any) -> None:
+    def leave(name: str, speed: float, code: int = 0, steps: int = 100, **facts: Any) -> None:
         record = RunFile(directory=None, name=name, warn=pytest.fail)
         record.begin({**FACTS, "size": 1, **facts})
-        record.end({"code": code, "summary": {"samples_per_s": speed}})
+        record.end({"code": code, "summary": {"samples_per_s": speed, "steps": steps}})
         record.close()
 
     return leave
 
 
 def test_the_newest_run_of_the_same_command_with_one_worker_tells_its_speed(past: Callable[..., None]) -> None:
-    assert single_speed(FACTS) is None
+    assert single_speed(FACTS, 100) is None
     past("old", 100.0)
     past("new", 200.0)
     past("failed", 300.0, code=1)
@@ -101,9 +101,19 @@ def test_the_newest_run_of_the_same_command_with_one_worker_tells_its_speed(past
     past("module", 800.0, module=True)
     past("guest", 900.0, joins="new")
     past("nothing", 0.0)
-    assert single_speed(FACTS) == 200.0
-    assert single_speed({**FACTS, "command": ("train.py", "--lr", "1")}) == 200.0, "as the launcher has it"
-    assert single_speed({**FACTS, "size": 1}) is None
+    past("threads", 1000.0, threads=2)
+    past("cut short", 1100.0, max_steps=5)
+    past("hosts", 1200.0, hosts=["a", "b"])
+    assert single_speed(FACTS, 100) == 200.0
+    assert single_speed({**FACTS, "command": ("train.py", "--lr", "1")}, 100) == 200.0, "as the launcher has it"
+    assert single_speed({**FACTS, "size": 1}, 100) is None
+    assert single_speed({**FACTS, "hosts": ["a", "b"]}, 100) is None
+    assert single_speed(FACTS, 10_000) is None, "a hundred steps say little about ten thousand"
+
+
+def test_more_than_is_possible_is_not_printed() -> None:
+    assert "% of 2 times" in sentences({**TOLD, "workers": 2}, single=TOLD["samples_per_s"] / 1.9)[0]
+    assert "alone" not in sentences({**TOLD, "workers": 2}, single=TOLD["samples_per_s"] / 2.2)[0]
 
 
 @pytest.mark.parametrize(

@@ -450,6 +450,14 @@ def test_outputs_that_are_not_finite_are_no_answer_and_neighbours_get_theirs() -
             assert str(error) == "output 'output' holds NaN or infinity, with the parameters of step 41"
 
 
+def test_inputs_that_no_model_can_take_are_the_requests_fault() -> None:
+    model = Recorder()
+    with answering(model, Steps(Stamp(step=41)), predict=lambda m, x: m(x)[:, :1] * 0 + x.square()) as answerer:
+        error = refusal(behind_the_gate(answerer, model, {"x": torch.full((1, 4), 3e38)})[0])
+    assert error.status == 400
+    assert str(error).endswith("the inputs go up to 3e+38; scale them as the training does")
+
+
 # limits
 
 

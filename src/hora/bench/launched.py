@@ -6,6 +6,9 @@ Hora keeps of the run goes into a folder that is removed afterwards.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -16,6 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from ..launch.forkserver.client import shared
 
 LIMIT_S = 1800.0
 LEAVE_S = 10.0
@@ -52,7 +57,7 @@ def launched(
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            env={"HORA_FORKSERVER": _forkserver(), **os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
         ) as launcher:
             assert launcher.stdout is not None
             late = threading.Timer(limit_s, _end, (launcher,))
@@ -74,6 +79,16 @@ def launched(
         if not path.exists():
             raise RuntimeError(f"{strategy} with {size} ended well, but left no result:\n{tail}")
         return json.loads(path.read_text())
+
+
+@functools.cache
+def _forkserver() -> str:
+    """The socket of a fork server for all launches of this process, so that torch is imported once."""
+    if "HORA_FORKSERVER" in os.environ:
+        return os.environ["HORA_FORKSERVER"]
+    until_exit = contextlib.ExitStack()
+    atexit.register(until_exit.close)
+    return until_exit.enter_context(shared({**os.environ, "OMP_NUM_THREADS": "1"}))
 
 
 def _end(launcher: subprocess.Popen[str]) -> None:

@@ -26,10 +26,10 @@ class Hints:
         self._control = control
         self._rank = rank
         self._size = size
-        self._num_batches = 0
+        self._first: list[str] = []  # what this worker's first batches look like
         self._wrapped = False
         self._lock = threading.Lock()
-        self._batches: dict[int, list[str]] = {}  # by rank: what its first batches look like
+        self._batches: dict[int, list[str]] = {}  # the same by rank
         if rank == 0 and size > 1:
             control.listen(self.hear)
 
@@ -37,9 +37,14 @@ class Hints:
         """A prepared model is called to be trained; `sharded`: inside of a loop over `job.shard`."""
         if DistributedDataParallel._active_ddp_module is not None:
             self.wrapped()
-        if not sharded and self._num_batches < NUM_BATCHES and self._size > 1:
-            self._num_batches += 1
-            self._note(self._rank, _digest(inputs))
+        if not sharded and len(self._first) < NUM_BATCHES and self._size > 1:
+            self._first.append(_digest(inputs))
+            if len(self._first) < NUM_BATCHES:
+                return  # rank 0 may not listen before it has taken a step
+            if self._rank:
+                self._control.tell(TOPIC, msgspec.msgpack.encode(self._first), (0,))
+            else:
+                self._note(0, self._first)
 
     def wrapped(self) -> None:
         if not self._wrapped and self._rank == 0:
@@ -59,18 +64,14 @@ class Hints:
 
     def hear(self, event: Event) -> None:
         if event.kind == "told" and event.topic == TOPIC and event.member is not None:
-            self._note(event.member.rank, msgspec.msgpack.decode(event.body, type=str))
+            self._note(event.member.rank, msgspec.msgpack.decode(event.body, type=list[str]))
 
-    def _note(self, rank: int, digest: str) -> None:
-        if self._rank:
-            self._control.tell(TOPIC, msgspec.msgpack.encode(digest), (0,))
-            return
+    def _note(self, rank: int, batches: list[str]) -> None:
         with self._lock:
-            self._batches.setdefault(rank, []).append(digest)
+            self._batches[rank] = batches
             seen = list(self._batches.values())
-            complete = len(seen) == self._size and all(len(each) == NUM_BATCHES for each in seen)
-            telling = len(set(seen[0])) == NUM_BATCHES and "" not in seen[0]  # unlike a benchmark's, always the same
-        if complete and telling and all(each == seen[0] for each in seen):
+        telling = len(set(batches)) == NUM_BATCHES and "" not in batches  # unlike a benchmark's, always the same
+        if len(seen) == self._size and telling and all(each == batches for each in seen):
             log.warning(
                 "all %d workers train on the same batches, so together they do the work of one: let job.shard(loader) "
                 "deal the samples", self._size

@@ -264,10 +264,9 @@ class TorchBackend(Backend):
                 nothing.wait(datetime.timedelta(milliseconds=1))
 
     def close(self) -> None:
-        if not self._crew.idle():  # a thread that is still inside the engine when Python ends would abort the process
+        if not self._crew.idle():
             self.abort()
-            self._crew.rest(CLOSE_S)
-        self._crew.close()
+        self._crew.close(CLOSE_S)
         with contextlib.suppress(Exception):
             self._group.shutdown()
 
@@ -305,6 +304,7 @@ class Crew:
         self._lock = threading.Lock()
         self._resting: list[Jobs] = []
         self._pending: set[Future[Any]] = set()
+        self._threads: list[threading.Thread] = []
         self._closed = False
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
@@ -314,7 +314,9 @@ class Crew:
             jobs = self._resting.pop() if self._resting else None
         if jobs is None:
             jobs = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(jobs,), name="hora-engine", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(jobs,), name="hora-engine", daemon=True)
+            self._threads.append(thread)
+            thread.start()
         jobs.put((future, work))
         return future
 
@@ -340,19 +342,20 @@ class Crew:
         else:
             future.set_exception(error)
 
-    def close(self) -> None:
-        """Every thread ends as soon as it waits for nothing any more."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Ends the threads. One that is still inside the engine, or lets go of its work, when Python ends would abort
+        the process."""
         with self._lock:
             self._closed = True
             resting, self._resting = self._resting, []
         for jobs in resting:
             jobs.put(None)
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def idle(self) -> bool:
         return not self._pending
-
-    def rest(self, seconds: float) -> None:
-        concurrent.futures.wait(list(self._pending), seconds)
 
 
 class _Threaded(Work):
