@@ -61,7 +61,7 @@ def launcher(tmp_path: pathlib.Path, forkserver: str) -> Iterator[Launcher]:
             os.kill(pid, signal.SIGKILL)
     assert not alive, "processes of the run were left"
     assert {name for name in os.listdir("/dev/shm") if "hora" in name} <= shared_before
-    assert os.listdir(launcher.tmp) == []
+    assert [name for name in os.listdir(launcher.tmp) if not name.startswith("torchinductor")] == []  # torch's own
     assert list(launcher.state.rglob("control")) == []
 
 

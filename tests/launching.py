@@ -28,6 +28,11 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not _OWN.match(name)} | {"PYTHONPATH": path}
 
 
+def without_advice(err: str) -> str:
+    """Without what depends on how many cores the machine has."""
+    return re.sub(r"^\[0\] \d+ workers share \d+ cores of .*\n", "", err, flags=re.MULTILINE)
+
+
 def _listen_to_hangups() -> None:
     """The suite may run under nohup, and an ignored signal is inherited."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -69,7 +74,12 @@ class Launcher:
     def run(self, *arguments: object, cwd: Path = SCRIPTS, **env: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, cwd=cwd, **env)
         out, err = process.communicate(timeout=120)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, without_advice(err))
+
+    def python(self, *arguments: object, **env: str) -> str:
+        """What plain python prints."""
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(command, env=self.env | env, check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def alive(self) -> list[int]:
         pids = []

@@ -51,7 +51,7 @@ def test_workers_that_train_on_the_same_batches_are_told_once(caplog: pytest.Log
 
 
 @pytest.mark.parametrize(
-    "batches", [lambda one, step: part(one, batch(step)), lambda one, step: batch(0)], ids=["each its own", "always one"]
+    "batches", [lambda one, step: part(one, batch(step)), lambda one, step: batch(0)], ids=["own", "always one"]
 )
 def test_workers_with_batches_of_their_own_and_benchmarks_are_not(
     batches: Callable[[Training, int], torch.Tensor], caplog: pytest.LogCaptureFixture

@@ -39,9 +39,10 @@ def test_copies_that_never_called_init_are_told(launcher: Launcher, tmp_path: pa
 
 def test_more_workers_than_cores_are_told_once(launcher: Launcher, tmp_path: pathlib.Path) -> None:
     cores = num_cores()
-    done = launcher.run("run", "-n", cores + 1, script(tmp_path, "import hora\nhora.init()\n"))
-    assert done.returncode == codes.OK, done.stderr
-    (line,) = done.stderr.splitlines()
+    process = launcher.start("run", "-n", cores + 1, script(tmp_path, "import hora\nhora.init()\n"))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == codes.OK, err
+    (line,) = err.splitlines()
     assert re.search(rf"{cores + 1} workers share {cores} cores of .*: -n {cores} is as fast", line)
 
 
@@ -49,5 +50,7 @@ def test_the_rank_that_failed_is_blamed_however_long_its_end_takes(launcher: Lau
     """Rank 0 loses it, and ends long before."""
     done = launcher.run("run", "-n", 2, script(tmp_path, SLOW_END), HORA_GRACE="0.1")
     assert done.returncode == codes.SCRIPT_FAILED, done.stderr
-    assert re.search(r"hora: rank 1 \(.*\) failed with exit code 1; the others were stopped\.", done.stderr), done.stderr
+    assert re.search(r"hora: rank 1 \(.*\) failed with exit code 1; the others were stopped\.", done.stderr), (
+        done.stderr
+    )
     assert done.stderr.splitlines()[-1] == "  ValueError: bad sample"

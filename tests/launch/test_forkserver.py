@@ -83,10 +83,11 @@ def test_every_rank_has_random_numbers_of_its_own(launcher: Launcher, tmp_path: 
 def test_threads_are_as_many_as_the_variable_says(launcher: Launcher, tmp_path: pathlib.Path) -> None:
     script = tmp_path / "threads.py"
     script.write_text("import os, torch\nprint(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])\n")
+    plain = {count: launcher.python(script, OMP_NUM_THREADS=count).strip() for count in ("1", "2")}
     for env in ({}, ALONE):
-        for count in ("1", "3"):
+        for count in ("1", "2"):
             done = launcher.run("run", "-n", 2, script, OMP_NUM_THREADS=count, **env)
-            assert sorted(done.stdout.splitlines()) == [f"[{rank}] {count} {count}" for rank in range(2)], done.stderr
+            assert sorted(done.stdout.splitlines()) == [f"[{rank}] {plain[count]}" for rank in range(2)], done.stderr
 
 
 def test_a_variable_that_comes_too_late_is_named_with_the_way_out(launcher: Launcher, tmp_path: pathlib.Path) -> None:

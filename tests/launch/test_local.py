@@ -22,7 +22,8 @@ def test_every_rank_runs_and_the_script_gets_its_arguments_untouched(launcher: L
     assert done.returncode == codes.OK
     wanted = [f"[{rank}] hello {rank} ['--help', '-n', '7', '--', 'x y', '']" for rank in range(3)]
     assert sorted(done.stdout.splitlines()) == wanted
-    assert sorted(done.stderr.splitlines()) == [f"[{rank}] care {rank}" for rank in range(3)]
+    *own, _ = done.stderr.splitlines()  # the last is that none called hora.init()
+    assert sorted(own) == [f"[{rank}] care {rank}" for rank in range(3)]
 
 
 def test_a_module_runs_as_with_python_m(launcher: Launcher) -> None:
