@@ -1,6 +1,10 @@
-# make demo   sets everything up and shows Hora at work
-# make test   sets everything up and runs the whole suite
-# make check  lint, format, types, and the suite
+# make demo             sets everything up and shows Hora at work
+# make test             sets everything up and runs the tests that prove every promise
+# make test-all         those, and the long ones and all combinations
+# make chaos            random faults, many times
+# make test-ecosystems  other frameworks' runtimes
+# make test-cuda        what needs a GPU
+# make check            lint, format, types, and make test
 # All of them need python3 (3.11 or newer for the pinned packages) and make, nothing else; each is quick the second time.
 
 PYTHON ?= python3
@@ -8,13 +12,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lint format clean
+.PHONY: demo test test-all chaos test-ecosystems test-cuda check lint format clean
 
 demo: $(READY)
 	@$(BIN)/hora demo
 
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup
+
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not full and not chaos and not ecosystem"
+
+test-all: $(READY)
+	$(PYTEST) -m "not chaos and not ecosystem"
+
+chaos: $(READY)
+	$(PYTEST) -m chaos
+
+test-ecosystems: $(READY)
+	$(BIN)/python -m pytest -m ecosystem
+
+test-cuda: $(READY)
+	$(BIN)/python -m pytest tests/test_cuda.py
 
 check: lint test
 

@@ -17,10 +17,13 @@ from hora.launch.forkserver.client import shared
 from launching import LEAVE_S, Launcher, command_of, environment
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; what a test starts would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 for name in [name for name in os.environ if name.startswith(("HORA_", "OMPI_COMM_", "SLURM_", "TORCHELASTIC_"))]:
     del os.environ[name]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers.assign(items)
 
@@ -45,7 +48,8 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> object:
 @pytest.fixture(scope="session")
 def forkserver() -> Iterator[str]:
     """One process that has imported torch, of which the ranks of all launches are forked."""
-    with shared(environment() | {"OMP_NUM_THREADS": "1"}) as path:
+    with shared(environment() | {"OMP_NUM_THREADS": "1"}) as path, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HORA_FORKSERVER", path)  # also of launches without the fixture `launcher`
         yield path
 
 

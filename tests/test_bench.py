@@ -15,6 +15,7 @@ from hora.bench import table
 HORA = [sys.executable, "-m", "hora.launch.cli"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mpi", [True, False])
 def test_bench_allreduce_writes_a_line_per_name_and_size(tmp_path: pathlib.Path, mpi: bool) -> None:
     if mpi and shutil.which("mpirun") is None:

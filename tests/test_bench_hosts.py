@@ -41,6 +41,7 @@ def namespaces() -> None:
 # -- over real links ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("namespaces")
 def test_two_hosts_all_reduce_and_each_link_carries_what_the_ring_promises(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

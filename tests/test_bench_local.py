@@ -64,6 +64,7 @@ def check_bytes(rows: dict[str, local.Row], key: str) -> None:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("namespaces")
 def test_in_namespaces_the_kernel_counts_what_the_strategies_promise() -> None:
     rows = rows_over(links.Namespaces(2, RATE))
@@ -72,6 +73,7 @@ def test_in_namespaces_the_kernel_counts_what_the_strategies_promise() -> None:
     assert all("tc tbf" in row["links"] for row in rows.values())
 
 
+@pytest.mark.full
 def test_under_the_transports_limit_hora_counts_the_same_and_the_table_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

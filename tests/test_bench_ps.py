@@ -78,6 +78,7 @@ def test_the_table_shows_the_share_of_the_memory_limit_and_the_ratios(capsys: py
     assert "hora against ray" in shown and "3.00" in shown and "absent" not in shown
 
 
+@pytest.mark.full
 def test_the_memory_limit_is_measured_by_as_many_processes_as_workers() -> None:
     limit = ps_copy.copy_limit(params=1000, workers=2, seconds=0.05)
     assert (limit.name, limit.workers, limit.servers, limit.params) == (ps_copy.NAME, 2, 0, 1000)
@@ -163,6 +164,7 @@ def test_main_writes_a_line_per_contestant_and_size(tmp_path: pathlib.Path, caps
     assert "push-pull of float32, 2 workers" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_an_interrupted_benchmark_leaves_no_process(tmp_path: pathlib.Path) -> None:
     script = "from hora.bench import ps; ps.main(2, 1, [1000], rounds=1000, peers=[], seconds=0.05)"
     bench = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, start_new_session=True)

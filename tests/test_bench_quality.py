@@ -18,6 +18,7 @@ def row(strategy: str, task: str = "gpt", **changed: object) -> quality.Row:
     return quality.Row(**{**given, "sent_bytes": 1e6, "curve": [point], **changed})  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("task", "strategy", "rounds", "share"),

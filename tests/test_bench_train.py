@@ -74,6 +74,7 @@ def rows_of(done: subprocess.CompletedProcess[str], out: pathlib.Path) -> dict[s
     return {row["name"]: row for row in rows}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("mark")
 def test_plain_pytorch_and_ddp_write_a_line_each(tmp_path: pathlib.Path) -> None:
     out, plot = tmp_path / "rows.jsonl", tmp_path / "plot.png"
@@ -88,6 +89,7 @@ def test_plain_pytorch_and_ddp_write_a_line_each(tmp_path: pathlib.Path) -> None
     assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("mark")
 def test_strategies_write_what_they_sent_and_hid(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "rows.jsonl"
@@ -138,6 +140,7 @@ def test_a_contestant_that_dies_is_named_and_the_others_finish(capfd: pytest.Cap
     assert "hora bench: broken: ended before it was ready" in err and "unknown strategy 'nonsense'" in err
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("mark")
 def test_a_rank_that_dies_or_hangs_between_turns_is_told_and_ended() -> None:
     those = [Contestant(name=name, ranks=1) for name in ("well", "killed", "frozen")]
@@ -160,8 +163,12 @@ def test_a_rank_that_dies_or_hangs_between_turns_is_told_and_ended() -> None:
     assert frozen.startswith("frozen: no answer from rank 0 in 0.3 s") and "had to be ended" in frozen
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("mark")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, codes.INTERRUPTED), (signal.SIGTERM, codes.TERMINATED)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, codes.INTERRUPTED), pytest.param(signal.SIGTERM, codes.TERMINATED, marks=pytest.mark.full)],
+)
 def test_a_signal_in_the_middle_ends_all_contestants(
     tmp_path: pathlib.Path, mark: bytes, number: int, code: int
 ) -> None:

@@ -16,6 +16,8 @@ from hora import demo
 from hora.launch import codes
 from hora.strategies import KNOWN
 
+pytestmark = pytest.mark.usefixtures("forkserver")
+
 DEMO = [sys.executable, "-m", "hora.launch.cli", "demo"]
 
 
@@ -48,6 +50,7 @@ def rows_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(420)
 def test_the_demo_trains_under_every_strategy_and_all_learn_the_same(home: pathlib.Path) -> None:
     done = subprocess.run(DEMO, capture_output=True, text=True, timeout=410, check=False)
@@ -105,7 +108,11 @@ def test_a_run_that_fails_is_shown_with_its_last_lines_and_the_others_finish(
     assert list(home.iterdir()) == [script]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, codes.INTERRUPTED), (signal.SIGTERM, codes.TERMINATED)])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, codes.INTERRUPTED), pytest.param(signal.SIGTERM, codes.TERMINATED, marks=pytest.mark.full)],
+)
 def test_a_demo_that_is_stopped_leaves_nothing(home: pathlib.Path, number: int, code: int) -> None:
     with subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None

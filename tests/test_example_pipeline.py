@@ -12,6 +12,10 @@ import time
 
 import pytest
 
+from launching import Launcher
+
+pytestmark = pytest.mark.usefixtures("forkserver")
+
 EXAMPLE = str(pathlib.Path(__file__).parent.parent / "examples" / "pipeline.py")
 WAIT_S = 55
 TINY = ["--characters", "3000", "--layers", "2", "--width", "16", "--batch", "8", "--micro-batches", "2"]
@@ -40,12 +44,14 @@ def alone() -> str:
     return run(1)
 
 
-@pytest.mark.parametrize("size, schedule", [(2, "gpipe"), (4, "1f1b")])
+@pytest.mark.full
+@pytest.mark.parametrize("size, schedule", [(2, "gpipe"), pytest.param(4, "1f1b", marks=pytest.mark.full)])
 def test_a_pipeline_learns_and_writes_what_one_process_does(alone: str, size: int, schedule: str) -> None:
     assert "it writes:" in alone
     assert run(size, "--schedule", schedule) == alone
 
 
+@pytest.mark.full
 def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     process = started(1, "--batch", "7")
     _, err = process.communicate(timeout=WAIT_S)
@@ -56,6 +62,7 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     )
 
 
+@pytest.mark.full
 def test_a_text_shorter_than_a_batch_is_refused() -> None:
     process = started(1, "--characters", "512")
     _, err = process.communicate(timeout=WAIT_S)
@@ -63,22 +70,24 @@ def test_a_text_shorter_than_a_batch_is_refused() -> None:
     assert err.startswith("1 epoch(s) of 512 characters make no batch of 8 windows; ") and "Traceback" not in err
 
 
-def test_a_killed_stage_ends_the_run_and_is_named() -> None:
-    process = started(2, "--epochs", "1000")
+def test_a_predictor_has_nothing_to_serve_and_does_no_harm(launcher: Launcher) -> None:
+    done = launcher.run("run", "-n", 2, "--serve", 0, EXAMPLE, *TINY)
+    assert done.returncode == 0 and "it writes:" in done.stdout
+    assert "Traceback" not in done.stderr and "the predictor has served nothing" in done.stderr, done.stderr
+
+
+def test_a_killed_stage_ends_the_run_and_is_named(launcher: Launcher) -> None:
+    process = launcher.start("run", "-n", 2, EXAMPLE, *TINY, "--epochs", 1000)
     assert process.stdout is not None and process.stderr is not None
     line = process.stdout.readline()
     assert "[1] step 50: loss " in line, line + process.stderr.read()
-    stage = next(pid for pid in _children(process.pid) if b"HORA_RANK=1" in _environment(pid))
+    stage = next(pid for pid in launcher.alive() if b"HORA_RANK=1" in _environment(pid))
     os.kill(stage, signal.SIGKILL)
     killed = time.monotonic()
     _, err = process.communicate(timeout=WAIT_S)
     assert time.monotonic() - killed < 15
     assert re.search(r"\[0\] stopped: rank 0 .* lost rank 1 .* in torch's own communication: killed by SIGKILL\n", err)
     assert err.endswith("killed by SIGKILL; the others were stopped.\n") and "Traceback" not in err
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _environment(pid: int) -> list[bytes]:

@@ -14,6 +14,8 @@ import pytest
 
 import hora
 
+pytestmark = pytest.mark.usefixtures("forkserver")
+
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 ALONE = [sys.executable]
 TWO = [sys.executable, "-m", "hora.launch.cli", "run", "-n", "2"]
@@ -46,10 +48,12 @@ def number_after(words: str, text: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.full
 def test_digits_alone_reach_95_percent() -> None:
     assert number_after("test accuracy", run(ALONE, "digits.py")) >= 95
 
 
+@pytest.mark.full
 def test_digits_learn_the_same_on_any_number_of_workers() -> None:
     alone, two, three = (run(start, "digits.py", "--epochs", "2") for start in (ALONE, TWO, [*TWO[:-1], "3"]))
     for out in (alone, two, three):
@@ -65,6 +69,7 @@ def test_examples_run_on_two_workers(name: str, strategy: str) -> None:
     assert not re.search(r"^\[1\]", out, re.MULTILINE)
 
 
+@pytest.mark.full
 def test_gpt_alone_learns_and_writes_a_sample() -> None:
     out = run(ALONE, "gpt.py", *TINY["gpt.py"], "--epochs", "5", "--lr", "0.01")
     assert number_after("loss", out) < math.log(60) - 1  # well below that of a guess among its letters
@@ -72,7 +77,9 @@ def test_gpt_alone_learns_and_writes_a_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    "start", [ALONE, [*TWO, "--servers", "1", "--strategy", "ps:mode=async"]], ids=["alone", "async on a server"]
+    "start",
+    [pytest.param(ALONE, marks=pytest.mark.full), [*TWO, "--servers", "1", "--strategy", "ps:mode=async"]],
+    ids=["alone", "async on a server"],
 )
 def test_the_recommender_learns_from_tables_that_only_servers_have(start: list[str]) -> None:
     assert number_after("test accuracy", run(start, "recommender.py")) >= 78  # of 84 that can be had; a guess has 51

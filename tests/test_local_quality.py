@@ -99,6 +99,7 @@ def test_the_digits_are_read_as_well_as_under_the_ring() -> None:
     assert min(reached.values()) >= reached["ring"] - 0.01, reached
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_language_model_learns_as_well_as_under_the_ring() -> None:
     """The next letter from the eight before it: validation loss at most 3 % above the ring's, in the same samples."""
@@ -134,6 +135,7 @@ def workers_of(strategy: str, folder: pathlib.Path) -> list[tuple[int, float]]:
     return [(int(steps), float(waited)) for _, steps, waited in sorted(found)]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_a_slow_worker_costs_little_with_pace_time(tmp_path: pathlib.Path) -> None:
     """Nobody waits for it: each does what it can, all samples are done, and of what all could do less than 15 % is

@@ -3,37 +3,46 @@
 - `full` is set on tests that take long or prove again what a quicker one proves; `make test` leaves them out.
 - Of a test with several parameters, the cases outside of a covering selection are `full`: with two parameters every
   value occurs in the selection, with more every pair of values does. `@pytest.mark.product` keeps all cases.
-- `process` is set on tests that start processes, by the fixtures that they use. Under pytest-xdist they run one after
-  the other, in one worker, beside the tests of the other.
+- `process` is set on tests that start processes, by the fixtures that they use. Under pytest-xdist they run in two
+  groups, so that at most two of them run at the same time, and one of those that make network namespaces.
 """
 
 from __future__ import annotations
 
 import itertools
+import types
 from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
 
 PROCESS_FIXTURES = {"launcher", "started", "machines", "forkserver"}
+NUM_GROUPS = 2
 LEAST_CASES = 4
 
 
 def assign(items: Sequence[pytest.Item]) -> None:
     functions: dict[str, list[pytest.Function]] = defaultdict(list)
+    files: dict[str, int] = {}  # those with tests that start processes
     for item in items:
         if isinstance(item, pytest.Function):
             functions[item.nodeid.partition("[")[0]].append(item)
-            if PROCESS_FIXTURES & set(item.fixturenames):
+            if PROCESS_FIXTURES & set(item.fixturenames) or _makes_namespaces(item):
                 item.add_marker(pytest.mark.process)
         if item.get_closest_marker("process") is not None:
-            item.add_marker(pytest.mark.xdist_group("process"))
+            number = files.setdefault(item.nodeid.partition("::")[0], len(files))
+            group = 0 if _makes_namespaces(item) else number % NUM_GROUPS
+            item.add_marker(pytest.mark.xdist_group(f"process-{group}"))
     for cases in functions.values():
         if len(cases) >= LEAST_CASES and cases[0].get_closest_marker("product") is None:
             chosen = covering([list(case.callspec.params.values()) for case in cases if hasattr(case, "callspec")])
             for number, case in enumerate(cases):
                 if number not in chosen:
                     case.add_marker(pytest.mark.full)
+
+
+def _makes_namespaces(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and isinstance(getattr(item.module, "links", None), types.ModuleType)
 
 
 def covering(rows: Sequence[Sequence[object]]) -> set[int]:

@@ -13,6 +13,7 @@ import sys
 from types import FrameType, TracebackType
 
 _YIELDS = {opcode.opmap[name] for name in ("YIELD_VALUE", "YIELD_FROM", "SEND", "RESUME") if name in opcode.opmap}
+_DROPS = {opcode.opmap[name] for name in ("POP_TOP", "POP_ITER") if name in opcode.opmap}
 _CO_GENERATOR = 0x20
 
 
@@ -32,7 +33,10 @@ def by_exception(closing: GeneratorExit) -> bool:
 
 
 def _has_raised(frame: FrameType) -> bool:
-    """Whether an exception passes this frame: a traceback points to where it stands now."""
+    """Whether an exception passes this frame: a traceback points to where it stands now. An instruction that drops its
+    iterator, for a `break` or a `return`, raises none, so there is no need to search."""
+    if frame.f_code.co_code[frame.f_lasti] in _DROPS:
+        return False
     return any(
         isinstance(trace, TracebackType) and trace.tb_frame is frame and trace.tb_lasti == frame.f_lasti
         for trace in gc.get_referrers(frame)

@@ -264,6 +264,7 @@ def test_networks_side_by_side_learn_as_one_alone() -> None:
     torch.testing.assert_close(plain_losses()[1][which * len(plan.seeds) + number], loss.detach())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])
 def test_one_worker_learns_as_plain_torch_does(mode: str) -> None:
     found = accuracy_runs.launch(mode, 1, small_plan(1))
@@ -271,7 +272,8 @@ def test_one_worker_learns_as_plain_torch_does(mode: str) -> None:
     assert set(found["lags"]) == {"0"}
 
 
-@pytest.mark.parametrize("mode", [SYNC, ASYNC, EVERY])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", [ASYNC, *(pytest.param(each, marks=pytest.mark.full) for each in (SYNC, EVERY))])
 def test_two_workers_see_the_same_number_of_samples_in_every_mode(mode: str) -> None:
     plan = small_plan(2)
     found = accuracy_runs.launch(mode, 2, plan)

@@ -104,6 +104,7 @@ def test_the_rate_grows_as_each_way_says() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_two_workers_make_the_batch_of_one_process() -> None:
     """The reason why batches beyond the number of cores may be made by larger ones per worker."""

@@ -96,6 +96,7 @@ def test_the_figure_is_drawn_from_the_rows() -> None:
     assert len(drawn.axes) == 3
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)  # several processes import torch on whatever cores there are
 def test_without_metrics_the_ring_s_steps_ask_nothing_of_the_coordinator() -> None:
     (found,) = coordinator.measured(["ring"], 2, 10_000, METRICS_OFF, steps=4, rounds=1)

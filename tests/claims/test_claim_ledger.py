@@ -87,6 +87,7 @@ def test_table_and_figure_show_every_row() -> None:
     ledger.draw([each | EVEN for each in made], figures.Figure(layout="constrained"))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 def test_leased_samples_are_computed_exactly_once_and_the_views_add_up() -> None:
     (found,) = ledger.epochs(200, 0.03, 1, [ledger.ASYNC])

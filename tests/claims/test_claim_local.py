@@ -179,6 +179,7 @@ def test_table_and_figure() -> None:
     CLAIM.draw(ones, matplotlib.Figure(figsize=CLAIM.figure_size, layout="constrained"))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_bytes_are_an_hth_of_the_rings_and_looks_do_not_count() -> None:
     ring, other = (local.run("digits", strategy, 2, 36, 1) for strategy in ("ring", "local:every=4"))

@@ -161,6 +161,7 @@ def test_every_pair_and_ddp_are_in_the_table_and_the_figure_is_drawn() -> None:
     assert len(figure.axes) == 2
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)  # eight processes import torch, on whatever cores there are
 def test_buckets_leave_during_backward_only_with_overlap_and_carry_the_same_bytes() -> None:
     strategy = "ring:bucket_bytes=262144"

@@ -41,6 +41,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return launched((str(script),), size=2, strategy="ring")
 
 
+@pytest.mark.full
 def test_every_way_takes_the_step_of_one_process_on_the_whole_batch_and_in_the_order_of_its_schedule(rows: Any) -> None:
     orders = {(row["schedule"], row["micro_batches"]): [" ".join(one) for one in row["order"]] for row in rows}
     assert list(orders) == list(pipeline.WAYS)
@@ -52,6 +53,7 @@ def test_every_way_takes_the_step_of_one_process_on_the_whole_batch_and_in_the_o
     assert orders["ring", 1] == orders["ddp", 1] == ["F0 B0"] * 2
 
 
+@pytest.mark.full
 def test_rows_of_a_run_are_judged_told_and_drawn(rows: Any) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
     assert str(pipeline.judge(rows))

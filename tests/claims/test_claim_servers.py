@@ -103,6 +103,7 @@ def test_table_and_figure_show_every_line() -> None:
     assert labels == [*(line[0] for line in table.lines), "ideal", "limit of the links"]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(bool(links.obstacle()), reason="no network namespaces here")
 def test_every_server_applies_every_step_once_and_all_workers_have_its_result(monkeypatch: pytest.MonkeyPatch) -> None:

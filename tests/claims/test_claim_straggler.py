@@ -118,6 +118,7 @@ def test_ideal_is_the_sum_of_speeds() -> None:
     assert uneven.ideal_samples_per_s(uneven.lasting(4), 5, 0.02) == pytest.approx(5 / 0.02 * 3.25)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_with_one_of_two_workers_as_a_backup_every_step_uses_one_gradient() -> None:
     """Whichever comes first: the other's is dropped, or not even computed."""

@@ -27,6 +27,7 @@ def quick(name: str, into: pathlib.Path) -> list[Row]:
     return list(found.rows)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_master_adds_and_its_link_carries_what_the_schedules_say(tmp_path: pathlib.Path) -> None:
     problem = links.obstacle()
@@ -40,6 +41,7 @@ def test_master_adds_and_its_link_carries_what_the_schedules_say(tmp_path: pathl
         assert sent <= row["wire_bytes"] / row["bytes"] <= 1.1 * sent  # headers, acknowledgements and heartbeats
 
 
+@pytest.mark.full
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_lines_are_counted_and_the_scripts_run(tmp_path: pathlib.Path) -> None:
     found = {row["style"]: row for row in quick("lines", tmp_path)}

@@ -22,7 +22,7 @@ from .conftest import endings
 from .machines import SCRIPTS
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'hora[ray]'")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.ecosystem]
 SRC = pathlib.Path(__file__).parents[2] / "src"
 
 

@@ -159,9 +159,14 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("strategy", "servers", "workers"),
-    [("ring", "", 3), ("ps", "1", 2), ("ps", "2", 1), ("ps", "colocated", 3), ("ps", "", 3)],
+    [("ps", "1", 2)]
+    + [
+        pytest.param(*each, marks=pytest.mark.full)
+        for each in (("ring", "", 3), ("ps", "2", 1), ("ps", "colocated", 3), ("ps", "", 3))
+    ],
 )
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
 def test_digits_are_learnt_as_by_one_process(
@@ -187,6 +192,7 @@ def test_digits_are_learnt_as_by_one_process(
     assert len(re.findall(r"server \d .*updates", out)) == int(number), "each server says what it has done"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("other", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
 def test_local_sgd_is_the_same_as_by_hora_run(
     started: Started, launcher: Launcher, tmp_path: pathlib.Path, other: str
@@ -207,7 +213,11 @@ def test_local_sgd_is_the_same_as_by_hora_run(
     ("env", "words"),
     [
         ({"HORA_SERVERS": "2", "HORA_STRATEGY": "ps"}, "HORA_SERVERS=2 of 2 ranks leaves no worker"),
-        ({"HORA_SERVERS": "1", "HORA_STRATEGY": "ring"}, "strategy 'ring' uses none; with servers: local, ps"),
+        pytest.param(
+            {"HORA_SERVERS": "1", "HORA_STRATEGY": "ring"},
+            "strategy 'ring' uses none; with servers: local, ps",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_servers_that_cannot_be_are_refused_in_one_sentence(started: Started, env: dict[str, str], words: str) -> None:
@@ -216,7 +226,7 @@ def test_servers_that_cannot_be_are_refused_in_one_sentence(started: Started, en
         assert code == 1 and out.count(words) == 1, out
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.full)])
 def test_a_server_ends_when_the_rank_that_hosts_the_coordinator_is_killed(started: Started, mode: str) -> None:
     """As srun would have it, without --kill-on-bad-exit: nobody ends the others for us."""
     done = started.step(

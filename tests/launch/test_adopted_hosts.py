@@ -72,6 +72,7 @@ def said(processes: list[subprocess.Popen[str]], timeout_s: float = 90.0) -> lis
     return [(process.returncode, out) for process in processes for out in [process.communicate(timeout=timeout_s)[0]]]
 
 
+@pytest.mark.full
 def test_torchrun_on_two_hosts_is_adopted_without_a_word_about_addresses(
     started: Started, hosts: links.Namespaces
 ) -> None:
@@ -165,6 +166,7 @@ def wait_for(process: subprocess.Popen[str], words: str) -> str:
     return heard
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy", ["ring", pytest.param("ps", marks=large), pytest.param("local:every=2", marks=large)]
 )

@@ -153,6 +153,7 @@ def test_the_engines_own_reduction_of_different_shapes_is_refused(launcher: Laun
     assert out.count("Mismatch: ") == 6
 
 
+@pytest.mark.full
 def test_a_slow_rank_is_named_after_10_s_and_waited_for(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, "slow.py")
     assert (done.returncode, sorted(done.stdout.splitlines())) == (codes.OK, ["[0] sum 2.0", "[1] sum 2.0"])

@@ -80,6 +80,7 @@ def test_every_rank_has_random_numbers_of_its_own(launcher: Launcher, tmp_path: 
         assert len(set(those)) == 3
 
 
+@pytest.mark.full
 def test_threads_are_as_many_as_the_variable_says(launcher: Launcher, tmp_path: pathlib.Path) -> None:
     script = tmp_path / "threads.py"
     script.write_text("import os, torch\nprint(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])\n")

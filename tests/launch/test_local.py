@@ -128,7 +128,7 @@ def test_an_echo_is_not_the_cause_when_another_rank_fails(launcher: Launcher) ->
 
 
 def test_an_echo_is_the_failure_when_nobody_else_fails(launcher: Launcher) -> None:
-    done = launcher.run("run", "-n", 3, "echo.py", "alone")
+    done = launcher.run("run", "-n", 3, "echo.py", "alone", HORA_GRACE="0.2")
     assert done.returncode == codes.SCRIPT_FAILED
     assert "hora: rank 1 " in done.stderr and "lost a rank that it needed" in done.stderr
 

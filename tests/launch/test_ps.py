@@ -72,6 +72,7 @@ def test_a_script_alone_is_its_own_server(launcher: Launcher) -> None:
     assert "all workers: 30 of 30 batches done, 0 leased, 0 pending; 60 of 60 samples done" in done.stdout
 
 
+@pytest.mark.full
 def test_async_and_ssp_reach_the_accuracy_of_sync_in_the_same_number_of_samples(launcher: Launcher) -> None:
     """The mean over eight nets with plain SGD, on the digits' test set, after 16 epochs: from the 12th on one process
     is at its plateau of 92 %, so that the smaller, more frequent updates of async are no advantage."""
@@ -121,7 +122,14 @@ def check_history(folder: Path, servers: int, steps: dict[int, list[int]]) -> No
                 assert all(applied[worker, step - 1, parcel] for parcel in parcels)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        0,
+        *(pytest.param(each, marks=pytest.mark.full) for each in range(1, 5)),
+        *(pytest.param(each, marks=pytest.mark.chaos) for each in range(5, 50)),
+    ],
+)
 def test_workers_killed_at_random_steps_cost_no_acknowledged_update_and_no_sample(
     launcher: Launcher, tmp_path: Path, seed: int
 ) -> None:

@@ -144,8 +144,8 @@ def _role(pid: int) -> str:
     ("fault", "said"),
     [
         ("raise", "failed with exit code 1: RuntimeError: no predictor today; training"),
-        ("other-model", "the models differ: the predictor has 0.weight [9, 6]"),
-        ("no-init", "the predictor has served nothing"),
+        pytest.param("other-model", "the models differ: the predictor has 0.weight [9, 6]", marks=pytest.mark.full),
+        pytest.param("no-init", "the predictor has served nothing", marks=pytest.mark.full),
     ],
 )
 def test_whatever_is_wrong_with_the_predictor_the_training_ends_well(launcher: Launcher, fault: str, said: str) -> None:
@@ -223,7 +223,19 @@ def test_hora_serve_answers_as_the_saved_model_does(launcher: Launcher, tmp_path
     assert done.returncode == codes.OK, done.stderr
     found = checkpoint.newest(saved)
     assert found is not None and "FP32" in found.record["signature"]
-    for where, step in ((saved, found.step), (saved / "step-50", 50)):
+    with running(launcher, "serve", "--port", 0, saved, "serving.py") as run:
+        status, answer = ask(run.port)
+        assert (status, answer["step"], answer["outputs"]) == (200, found.step, written(told)[found.step])
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == codes.OK, run.text
+
+
+@pytest.mark.full
+def test_hora_serve_answers_from_any_step_and_refuses_another_model(launcher: Launcher, tmp_path: Path) -> None:
+    saved, told = tmp_path / "saved", tmp_path / "told"
+    done = launcher.run("run", "serving.py", "--steps", 60, "--save", saved, "--told", told)
+    assert done.returncode == codes.OK, done.stderr
+    for where, step in ((saved / "step-50", 50),):
         with running(launcher, "serve", "--port", 0, where, "serving.py") as run:
             status, answer = ask(run.port)
             assert (status, answer["step"], answer["outputs"]) == (200, step, written(told)[step])

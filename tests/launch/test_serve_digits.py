@@ -34,11 +34,11 @@ def kept(folder: Path, name: object) -> torch.Tensor:
     "strategy",
     [
         ["--strategy", "ring", "--serve-every", "step"],
-        ["--strategy", "ps", "--servers", "1"],
         ["--strategy", "local:every=4"],
-        ["--strategy", "local:every=4,via=ps", "--servers", "1"],
-        ["--strategy", "diloco:every=5,outer_lr=0.9,outer_momentum=0.3"],
-        ["--strategy", "local:every=4", "norm"],
+        pytest.param(["--strategy", "ps", "--servers", "1"], marks=pytest.mark.full),
+        pytest.param(["--strategy", "local:every=4,via=ps", "--servers", "1"], marks=pytest.mark.full),
+        pytest.param(["--strategy", "diloco:every=5,outer_lr=0.9,outer_momentum=0.3"], marks=pytest.mark.full),
+        pytest.param(["--strategy", "local:every=4", "norm"], marks=pytest.mark.full),
     ],
     ids=lambda strategy: strategy[1] + "-norm" * ("norm" in strategy),
 )

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from launching import Launcher
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "watch"))
@@ -41,6 +43,7 @@ def test_a_ring_is_told_from_forward_to_step(launcher: Launcher, tmp_path: Path)
     assert words.returncode == 0 and f"2 ranks: {STEPS} steps" in words.stdout and "waiting" in words.stdout
 
 
+@pytest.mark.full
 def test_servers_updates_and_a_killed_workers_spans_are_in_it(launcher: Launcher, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     done = launcher.run("run", "-n", 2, "--strategy", "ps:mode=async", "--servers", 1, "--trace", path, "ps_train.py",

@@ -72,7 +72,7 @@ def test_a_run_leaves_its_curve_its_counts_and_a_summary(launcher: Launcher, tmp
     assert shown.returncode == 0 and "loss" in shown.stdout and "\x1b" not in shown.stdout
 
 
-@pytest.mark.parametrize("strategy", ["ring", "local:every=2"])
+@pytest.mark.parametrize("strategy", ["ring", pytest.param("local:every=2", marks=pytest.mark.full)])
 def test_a_straggler_is_named_within_ten_steps(launcher: Launcher, tmp_path: Path, strategy: str) -> None:
     done = launcher.run(
         "run", "-n", 3, "--strategy", strategy, "--run-dir", tmp_path / "run", "watched.py", 16, 1, 0.05

@@ -22,6 +22,7 @@ import torch
 
 import test_stopping
 import test_uneven
+import tiers
 import trainings
 from hora.data import shard
 from trainings import OPTIMIZERS, batch, building, fail, loss_of, mlp, parameters_of, part, same, uneven
@@ -32,7 +33,7 @@ lines = pytest.mark.parametrize("strategy", LINES)
 
 
 def cases(check: Callable[..., None]) -> Iterator[dict[str, Any]]:
-    """What a test is parametrised with, but for its strategy and transport."""
+    """What a test is parametrised with, but for its strategy and transport: every pair of values."""
     axes = []
     for mark in getattr(check, "pytestmark", []):
         names = [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
@@ -40,8 +41,9 @@ def cases(check: Callable[..., None]) -> Iterator[dict[str, Any]]:
             axes.append(
                 [dict(zip(names, value if len(names) > 1 else (value,), strict=True)) for value in mark.args[1]]
             )
-    for chosen in itertools.product(*axes):
-        yield functools.reduce(lambda a, b: a | b, chosen, {})
+    product = [functools.reduce(lambda a, b: a | b, chosen, {}) for chosen in itertools.product(*axes)]
+    chosen = tiers.covering([list(case.values()) for case in product]) if len(axes) > 1 else range(len(product))
+    return (product[number] for number in sorted(chosen))
 
 
 SAME = [

@@ -406,7 +406,7 @@ class Vanishing:
         self.silent = silent
         self.quiet, self.over = threading.Event(), threading.Event()
         self.waits = threading.Event()
-        self.run = ranks.Run(size, "memory").start(self.work)
+        self.run = ranks.Run(size, "memory", timeout_s=5.0).start(self.work)
 
     def work(self, group: Group) -> int:
         one = training(group, "ps:mode=ssp,staleness=0/1tcp")
