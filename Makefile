@@ -17,7 +17,7 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	@$(BIN)/hora demo
 
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadgroup
 
 test: $(READY)
 	$(PYTEST) -m "not full and not chaos and not ecosystem"
@@ -49,6 +49,7 @@ $(READY): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) cannot make a virtual environment (Debian: apt-get install python3-venv)" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m compileall -q src
 	@touch $(READY)
 
 clean:

@@ -42,7 +42,9 @@ def assign(items: Sequence[pytest.Item]) -> None:
 
 
 def _makes_namespaces(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and isinstance(getattr(item.module, "links", None), types.ModuleType)
+    if not isinstance(item, pytest.Function):
+        return False
+    return "machines" in item.fixturenames or isinstance(getattr(item.module, "links", None), types.ModuleType)
 
 
 def covering(rows: Sequence[Sequence[object]]) -> set[int]:

@@ -15,12 +15,11 @@ import time
 import pytest
 
 from hora.launch import codes
-from marks import large
 
 from .conftest import Make
 from .machines import Machines, Run
 
-pytestmark = [pytest.mark.timeout(240), large]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 
 SLACK_S = 7.0
 CTRL_C_S = 3.0

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from hora.launch import codes
-from marks import large
 
 from .conftest import endings
 from .machines import SCRIPTS
@@ -86,7 +85,6 @@ def test_two_nodes_train_to_the_parameters_of_one_process(
         torch.testing.assert_close(torch.tensor(result["parameters"]), torch.tensor(alone["parameters"]))
 
 
-@large
 def test_a_local_ray_is_started_where_there_is_none(tmp_path: pathlib.Path, alone: dict[str, Any]) -> None:
     code, out, err = run(tmp_path, "-n", 2, "--strategy", "ring", "training.py", "--out", tmp_path)
     assert code == codes.OK, (out, err)
@@ -94,7 +92,6 @@ def test_a_local_ray_is_started_where_there_is_none(tmp_path: pathlib.Path, alon
         torch.testing.assert_close(torch.tensor(result["parameters"]), torch.tensor(alone["parameters"]))
 
 
-@large
 def test_what_fails_on_a_node_is_told_last_and_once(cluster: Any, tmp_path: pathlib.Path) -> None:
     code, out, err = run(tmp_path, "-n", 2, "training.py", "--raises", 1, address=cluster.address)
     assert code == codes.SCRIPT_FAILED, (out, err)
@@ -102,7 +99,6 @@ def test_what_fails_on_a_node_is_told_last_and_once(cluster: Any, tmp_path: path
     assert err.rstrip().endswith("RuntimeError: bad sample"), err
 
 
-@large
 def test_more_than_the_cluster_has_is_refused(cluster: Any, tmp_path: pathlib.Path) -> None:
     code, out, err = run(tmp_path, "-n", 9, "training.py", address=cluster.address)
     assert code == codes.USAGE and "needs 9 CPUs" in err and "has 4" in err, (out, err)
@@ -110,7 +106,6 @@ def test_more_than_the_cluster_has_is_refused(cluster: Any, tmp_path: pathlib.Pa
     assert code == codes.USAGE and "needs 1 GPUs" in err, (out, err)
 
 
-@large
 def test_a_node_that_dies_is_named(cluster: Any, tmp_path: pathlib.Path) -> None:
     until = tmp_path / "never"
     process = start(
@@ -130,7 +125,6 @@ def test_a_node_that_dies_is_named(cluster: Any, tmp_path: pathlib.Path) -> None
     assert re.search(r"hora: host \S+ .*is lost: ", err), err
 
 
-@large
 def test_ctrl_c_stops_all(cluster: Any, tmp_path: pathlib.Path) -> None:
     process = start(
         tmp_path, "-n", 3, "--strategy", "ring", "training.py", "--pause", 0.2, "--epochs", 1000,

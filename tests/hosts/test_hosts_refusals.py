@@ -12,12 +12,11 @@ import pytest
 
 import hora
 from hora.launch import codes
-from marks import large
 
 from .conftest import Make
 from .machines import REPOSITORY, SCRIPTS, Machines, Run
 
-pytestmark = [pytest.mark.timeout(120), large]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.full]
 
 SCRIPT = "places.py"
 

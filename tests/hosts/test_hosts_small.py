@@ -53,7 +53,7 @@ def test_ranks_on_two_machines_know_their_places_and_all_that_they_write_is_in_o
     assert len(network) == 1, run
 
 
-@pytest.mark.parametrize("first", ["a", "10.83.0.1"])
+@pytest.mark.parametrize("first", ["a", pytest.param("10.83.0.1", marks=pytest.mark.full)])
 def test_two_machines_train_to_the_parameters_of_one_process(
     machines: Make, tmp_path: pathlib.Path, alone: dict[str, Any], first: str
 ) -> None:

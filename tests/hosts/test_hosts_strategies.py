@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from hora.launch import codes
-from marks import large
 
 from .conftest import Make, endings
 
-pytestmark = [pytest.mark.timeout(300), large]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
 
 
 @dataclasses.dataclass(frozen=True)

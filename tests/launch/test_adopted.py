@@ -63,7 +63,7 @@ def test_a_slurm_step_is_adopted(started: Started) -> None:
     assert [agreed(out) for _, out in done] == [[f"rank {rank} of 2 under slurm over shm by auto"] for rank in range(2)]
 
 
-@pytest.mark.parametrize("env", [{}, SALLOC], ids=["plain", "salloc"])
+@pytest.mark.parametrize("env", [{}, pytest.param(SALLOC, marks=pytest.mark.full)], ids=["plain", "salloc"])
 def test_plain_python_is_a_world_of_one_even_in_a_shell_of_salloc(started: Started, env: dict[str, str]) -> None:
     code, out = started.run([sys.executable], "agree.py", **env)
     assert (code, agreed(out)) == (0, ["rank 0 of 1 under alone over memory by auto"]), out
@@ -209,6 +209,7 @@ def test_local_sgd_is_the_same_as_by_hora_run(
         torch.testing.assert_close(its, mine, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("env", "words"),
     [
@@ -226,6 +227,7 @@ def test_servers_that_cannot_be_are_refused_in_one_sentence(started: Started, en
         assert code == 1 and out.count(words) == 1, out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.full)])
 def test_a_server_ends_when_the_rank_that_hosts_the_coordinator_is_killed(started: Started, mode: str) -> None:
     """As srun would have it, without --kill-on-bad-exit: nobody ends the others for us."""

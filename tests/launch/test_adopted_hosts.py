@@ -16,7 +16,6 @@ from test_adopted import needs_mpirun, one_process, parameters  # noqa: F401  # 
 
 from hora.bench import links
 from hora.launch import codes
-from marks import large
 
 OBSTACLE = links.obstacle()
 pytestmark = [
@@ -83,7 +82,7 @@ def test_torchrun_on_two_hosts_is_adopted_without_a_word_about_addresses(
     assert len(re.findall(NOTICE, out)) == 1
 
 
-@large
+@pytest.mark.full
 @pytest.mark.parametrize(("strategy", "servers"), [("ring", ""), ("ps", "1"), ("ps", "colocated")])
 def test_digits_are_learnt_on_two_hosts_as_by_one_process(
     started: Started,
@@ -102,7 +101,7 @@ def test_digits_are_learnt_on_two_hosts_as_by_one_process(
         torch.testing.assert_close(each, one_process, rtol=1e-9, atol=1e-12)
 
 
-@large
+@pytest.mark.full
 @needs_mpirun
 def test_mpirun_on_two_hosts_is_adopted_without_a_word_about_addresses(
     started: Started, hosts: links.Namespaces, tmp_path: pathlib.Path
@@ -121,7 +120,7 @@ def test_mpirun_on_two_hosts_is_adopted_without_a_word_about_addresses(
     assert len(re.findall(NOTICE, out)) == 1
 
 
-@large
+@pytest.mark.full
 def test_an_interface_may_be_named_and_a_wrong_one_says_what_there_is(
     started: Started, hosts: links.Namespaces
 ) -> None:
@@ -133,7 +132,7 @@ def test_an_interface_may_be_named_and_a_wrong_one_says_what_there_is(
     assert "HORA_INTERFACE on host0: no interface here is 'ib7'; there are: " in out and "eth0 (10.83.0.1)" in out
 
 
-@large
+@pytest.mark.full
 def test_a_coordinator_that_cannot_be_reached_is_named_with_the_way_out(
     started: Started, hosts: links.Namespaces
 ) -> None:
@@ -167,9 +166,7 @@ def wait_for(process: subprocess.Popen[str], words: str) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "strategy", ["ring", pytest.param("ps", marks=large), pytest.param("local:every=2", marks=large)]
-)
+@pytest.mark.parametrize("strategy", ["ring", "ps", "local:every=2"])
 def test_a_lost_host_is_named_on_both_sides(started: Started, hosts: links.Namespaces, strategy: str) -> None:
     ranks = [by_hand(started, hosts, rank, 3, "stepping.py", HORA_STRATEGY=strategy) for rank in range(3)]
     for rank, process in enumerate(ranks):
@@ -186,7 +183,7 @@ def test_a_lost_host_is_named_on_both_sides(started: Started, hosts: links.Names
     assert time.monotonic() - began < 15
 
 
-@large
+@pytest.mark.full
 def test_a_server_on_another_host_ends_too_when_rank_0s_host_is_lost(started: Started, hosts: links.Namespaces) -> None:
     chosen = {"HORA_STRATEGY": "ps:mode=async", "HORA_SERVERS": "1"}
     ranks = [by_hand(started, hosts, rank, 3, "stepping.py", **chosen) for rank in range(3)]
@@ -198,7 +195,7 @@ def test_a_server_on_another_host_ends_too_when_rank_0s_host_is_lost(started: St
         assert re.search(rf"stopped: .*lost rank 0 \(host host0, pid \d+\).*{NO_ANSWER}", out), out
 
 
-@large
+@pytest.mark.full
 def test_async_goes_on_without_the_workers_of_a_lost_host(started: Started, hosts: links.Namespaces) -> None:
     """Rank 0 with its colocated server stays; the host of another worker, which has no server, goes."""
     chosen = {"HORA_STRATEGY": "ps:mode=async", "HORA_SERVERS": "1"}
@@ -216,7 +213,7 @@ def test_async_goes_on_without_the_workers_of_a_lost_host(started: Started, host
     assert (code, server) == (0, 0), out
 
 
-@large
+@pytest.mark.full
 def test_another_version_on_one_host_is_named_by_all(started: Started, hosts: links.Namespaces) -> None:
     script = "import hora, torch; torch.__version__ = {!r}; hora.init(timeout_s=20)"
     ranks = [

@@ -13,12 +13,11 @@ import slurm
 from started import Started
 
 from hora.bench import links
-from marks import large
 
 OBSTACLE = slurm.obstacle()
 pytestmark = [
     pytest.mark.timeout(240),
-    large,
+    pytest.mark.ecosystem,
     pytest.mark.skipif(bool(OBSTACLE), reason=f"no Slurm of our own here: {OBSTACLE}"),
 ]
 
