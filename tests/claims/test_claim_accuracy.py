@@ -273,7 +273,7 @@ def test_one_worker_learns_as_plain_torch_does(mode: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", [ASYNC, *(pytest.param(each, marks=pytest.mark.full) for each in (SYNC, EVERY))])
+@pytest.mark.parametrize("mode", [SYNC, ASYNC, EVERY])
 def test_two_workers_see_the_same_number_of_samples_in_every_mode(mode: str) -> None:
     plan = small_plan(2)
     found = accuracy_runs.launch(mode, 2, plan)
@@ -282,7 +282,9 @@ def test_two_workers_see_the_same_number_of_samples_in_every_mode(mode: str) -> 
     assert seen == sorted(set(seen))
     if mode == SYNC:
         assert accuracy_runs.mean_lag(found["lags"]) == 0.0
-        assert seen == list(range(4 * accuracy_runs.BATCH, plan["samples"] + 1, 4 * accuracy_runs.BATCH)), "whole steps"
+        whole = range(4 * accuracy_runs.BATCH, plan["samples"] + 1, 4 * accuracy_runs.BATCH)
+        ahead = [mine - steps for mine, steps in zip(seen, whole, strict=True)]
+        assert set(ahead) <= {0, accuracy_runs.BATCH}, "whole steps, and at most the other worker's next gradient"
 
 
 def test_the_sweep_begins_with_plain_training_whatever_the_correction() -> None:
