@@ -473,13 +473,13 @@ class Launch:
             self._plan_stop(now, (0.0, signal.SIGKILL))
             return
         running = self._running()
-        over = len(self._children) == len(self._seats) and not self._running("worker") and not self._guests()
+        over = len(self._children) == len(self._seats) and not self._training()
         if not running and over:
             return  # it has ended by itself
         if over and self._running("predictor"):
             self._screen.say("the predictor closes; training had ended")
-            self._dismissed.update(running)  # a server may be on its way out still: nobody needs it any more
-            self._ask_to_stop(running, number, now)
+            self._dismissed.update(running)  # others may be on their way out still: they are not needed any more
+            self._ask_to_stop([child for child in running if child.role != "worker"], number, now)
             return  # what was asked for is what it stayed for, so this is a good end
         self._asked = number
         words = (("worker", "rank"), ("server", "server"), ("predictor", "predictor"))
@@ -495,6 +495,12 @@ class Launch:
             ranks = "the run, which others have joined"
         self._screen.say(f"{why}; stopping {ranks}{again}" if ranks else f"{why} before any rank was started")
         self._ask_to_stop(running, number, now)
+
+    def _training(self) -> bool:
+        """Whether a worker is in the run. One that has left it may still take a moment to end."""
+        if self._guests():
+            return True
+        return bool(self._running("worker")) and not (self._desk.formed and not self._desk.others_alive(-1))
 
     def _ask_to_stop(self, running: list[Child], number: int, now: float) -> None:
         """Only the main process: what it started is its own to end, and would add its own traceback."""
