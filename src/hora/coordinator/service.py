@@ -91,6 +91,10 @@ class Service:
         with self._order:
             return any(member.rank != rank for member in self.coordinator.alive if member.role == "worker")
 
+    def has_ended(self) -> bool:
+        """Whether all workers had met, and none is in the run any more."""
+        return self.formed and not self.others_alive(-1)
+
     @property
     def formed(self) -> bool:
         """Whether all workers and servers have met."""

@@ -72,6 +72,9 @@ class Visit:
     def joined(self) -> dict[int, str]:
         return {}
 
+    def has_ended(self) -> bool:
+        return False
+
     def missing(self) -> list[Seat]:
         return []
 

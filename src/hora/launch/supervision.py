@@ -65,6 +65,9 @@ class Desk(Protocol):
 
     def joined(self) -> dict[int, str]: ...
 
+    def has_ended(self) -> bool:
+        """Whether all workers had met, and none is in the run any more."""
+
     def missing(self) -> list[Seat]:
         """Who has not joined yet."""
 
@@ -498,9 +501,7 @@ class Launch:
 
     def _training(self) -> bool:
         """Whether a worker is in the run. One that has left it may still take a moment to end."""
-        if self._guests():
-            return True
-        return bool(self._running("worker")) and not (self._desk.formed and not self._desk.others_alive(-1))
+        return bool(self._guests()) or (bool(self._running("worker")) and not self._desk.has_ended())
 
     def _ask_to_stop(self, running: list[Child], number: int, now: float) -> None:
         """Only the main process: what it started is its own to end, and would add its own traceback."""
