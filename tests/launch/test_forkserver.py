@@ -7,14 +7,18 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from hora.launch import codes
 from hora.launch.forkserver import interpreter
+from hora.launch.forkserver.client import ForkServer
+from hora.launch.forkserver.messages import MAX_DESCRIPTORS, ForkReply, ProcessExit, ServerReady, frame
 from launching import ALONE, SCRIPTS, Launcher, read_until
 
 ENDINGS = ("raise", "exit", "words", "none", "interrupt", "kill", "hook", "chain", "syntax", "late")
@@ -175,6 +179,43 @@ def test_the_record_has_the_peak_of_every_process(launcher: Launcher) -> None:
 def test_what_is_shown_of_the_environment_fits_the_room() -> None:
     (name,) = interpreter.ROOM
     assert name.startswith("HORA_") and len(interpreter.ROOM[name]) >= 4096
+
+
+class Sink:
+    def feed(self, data: bytes, now: float) -> None:
+        pass
+
+
+def test_a_process_that_has_ended_before_its_start_was_answered_is_not_missed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reply and exit arrive in one piece, as on a busy machine."""
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+
+        def serve() -> None:
+            line = listening.accept()[0]
+            with line:
+                line.sendall(frame(ServerReady(1, "")))
+                _, descriptors, _, _ = socket.recv_fds(line, 1 << 16, MAX_DESCRIPTORS)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                line.sendall(frame(ForkReply(4321)) + frame(ProcessExit(4321, 7, 99)))
+                line.recv(1)
+
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
+        forks = ForkServer({"HORA_FORKSERVER": path}, ("torch",))
+        process = forks.start(["python"], {}, b"t" * 32, Sink(), Sink())
+        assert process.has_ended()
+        process.reap()
+        assert (process.pid, process.returncode, process.peak_bytes) == (4321, 7, 99)
+        for pipe in process.pipes:
+            os.close(pipe)
+        forks.close()
+        server.join(10)
 
 
 LOADERS = """

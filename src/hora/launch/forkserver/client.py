@@ -88,6 +88,7 @@ class ForkServer:
         self._fork = bool(modules)
         self._processes: dict[int, Process] = {}
         self._started: ForkReply | None = None
+        self._exits: dict[int, ProcessExit] = {}  # that came together with the reply to their start
         self._frames = Frames()
         self._server: subprocess.Popen[bytes] | None = None
         self._cwd = os.getcwd()
@@ -148,6 +149,8 @@ class ForkServer:
             finally:
                 self._sock.setblocking(False)
         process = self._processes[started.pid] = Process(self, started.pid, pipes, out, err)
+        if exit := self._exits.pop(started.pid, None):
+            self._take(exit)
         return process
 
     def _await_start(self) -> ForkReply:
@@ -187,8 +190,10 @@ class ForkServer:
             self.ready, self.pid, self.problem = True, message.pid, message.problem
         elif isinstance(message, ForkReply):
             self._started = message
-        elif isinstance(message, ProcessExit) and message.pid in self._processes:
+        elif message.pid in self._processes:
             self._processes.pop(message.pid).end(message.code, message.peak_bytes)
+        else:
+            self._exits[message.pid] = message
 
     def _how(self) -> str:
         if self._server is None:
