@@ -17,8 +17,11 @@ from hora.launch.forkserver.client import shared
 from launching import LEAVE_S, Launcher, command_of, environment
 
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; what a test starts would inherit it
+# Processes that tests start inherit ignored signals: SIGINT where the suite runs in the background, SIGHUP under nohup.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)  # still ignored here; a handler, unlike SIG_IGN, is not inherited
 for name in [name for name in os.environ if name.startswith(("HORA_", "OMPI_COMM_", "SLURM_", "TORCHELASTIC_"))]:
     del os.environ[name]
 

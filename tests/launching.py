@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -31,11 +30,6 @@ def environment() -> dict[str, str]:
 def without_advice(err: str) -> str:
     """Without what depends on how many cores the machine has."""
     return re.sub(r"^\[0\] \d+ workers share \d+ cores of .*\n", "", err, flags=re.MULTILINE)
-
-
-def _listen_to_hangups() -> None:
-    """The suite may run under nohup, and an ignored signal is inherited."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Launcher:
@@ -68,7 +62,6 @@ class Launcher:
             text=True,
             encoding="utf-8",
             errors="surrogateescape",
-            preexec_fn=_listen_to_hangups,
         )
 
     def run(self, *arguments: object, cwd: Path = SCRIPTS, **env: str) -> subprocess.CompletedProcess[str]:
