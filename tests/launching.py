@@ -23,7 +23,7 @@ _OWN = re.compile(r"HORA_|OMPI_COMM_|PMIX_|SLURM_|OMP_NUM_THREADS$|NO_COLOR$|RAN
 
 def environment() -> dict[str, str]:
     """For processes that a test starts: this one's, without what tells them that they belong to a run."""
-    path = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(SRC), str(SRC.parent / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {name: value for name, value in os.environ.items() if not _OWN.match(name)} | {"PYTHONPATH": path}
 
 
@@ -54,7 +54,7 @@ class Launcher:
 
     def start(self, *arguments: object, cwd: Path = SCRIPTS, **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "hora.launch.cli", *map(str, arguments)],
+            [sys.executable, "-m", "hora.cli.main", *map(str, arguments)],
             cwd=cwd,
             env=self.env | env,
             stdout=subprocess.PIPE,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from hora.collectives import Group
-from hora.wire.exchange import SUM, Exchange
+from hora.compression.exchange import SUM, CompressedSum
 
 
 def numbers(numel: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def add_up(leaders: Group, exchange: Exchange | None, vector: torch.Tensor) -> torch.Tensor:
+def add_up(leaders: Group, exchange: CompressedSum | None, vector: torch.Tensor) -> torch.Tensor:
     """One call, as the group's all-reduce makes it."""
     assert exchange is not None
     flat = vector.clone()

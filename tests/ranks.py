@@ -10,7 +10,7 @@ from typing import Any
 from hora.collectives import Group
 from hora.coordinator import LocalHub, Member
 from hora.errors import HoraError
-from hora.transport import Lounge
+from hora.transport import InProcessHub
 from hora.world import World
 
 TOKEN = b"t" * 32
@@ -25,7 +25,7 @@ class Run:
         self.worlds: list[World | None] = [None] * size
         self.results: list[Any] = [None] * size
         self.errors: list[BaseException | None] = [None] * size
-        self._lounge = Lounge() if transport == "memory" else None
+        self._lounge = InProcessHub() if transport == "memory" else None
         self._options = dict(options, transport=transport, timeout_s=timeout_s)
 
     def start(self, work: Callable[[Group], Any]) -> Run:

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from hora.bench import table
+from hora.terminal import bench_table
 
-HORA = [sys.executable, "-m", "hora.launch.cli"]
+HORA = [sys.executable, "-m", "hora.cli.main"]
 
 
 @pytest.mark.full
@@ -45,5 +45,11 @@ def test_bench_allreduce_writes_a_line_per_name_and_size(tmp_path: pathlib.Path,
 
 
 def test_sizes_and_times_are_written_for_people() -> None:
-    assert [table.size_text(n) for n in (4096, 65536, 1 << 20, 100 << 20, 1000)] == ["4K", "64K", "1M", "100M", "1000"]
-    assert [table.time_text(s) for s in (2.3e-6, 110e-6, 2.5e-3, 43e-3)] == ["0.0023", "0.110", "2.50", "43.0"]
+    assert [bench_table.size_text(n) for n in (4096, 65536, 1 << 20, 100 << 20, 1000)] == [
+        "4K",
+        "64K",
+        "1M",
+        "100M",
+        "1000",
+    ]
+    assert [bench_table.time_text(s) for s in (2.3e-6, 110e-6, 2.5e-3, 43e-3)] == ["0.0023", "0.110", "2.50", "43.0"]

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from hora.bench import hosts, hosts_mpi, hosts_table, hosts_turns, limits, links
-from hora.bench.ps_crew import Crew
-from hora.launch import cli, codes
+from hora.cli import main
+from hora.launch import exit_codes
+from hora_benchmarks.bench import hosts, hosts_mpi, hosts_table, hosts_turns, limits, links
+from hora_benchmarks.bench.ps_crew import Crew
 
 pytestmark = pytest.mark.timeout(240)  # several processes import torch on whatever cores there are
 
@@ -49,7 +50,7 @@ def test_two_hosts_all_reduce_and_each_link_carries_what_the_ring_promises(
     monkeypatch.setattr(hosts.peers, "mpi_version", lambda: None)
     path = tmp_path / "out.jsonl"
     command = ["bench", "hosts", "--hosts-sim", "2", "--sizes", "1M", "--rounds", "1", "--parts", "allreduce"]
-    assert cli.main([*command, "--json", str(path)]) == codes.OK
+    assert main.main([*command, "--json", str(path)]) == exit_codes.OK
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     flat = {(row["name"], row["per_host"]): row["wire_bytes"] / row["bytes"] for row in rows}
     assert set(flat) == {(name, per_host) for name in ("ring", "auto", "gloo") for per_host in (1, 2)}
@@ -197,7 +198,7 @@ def test_arguments_that_are_wrong_are_refused_before_anything_is_started(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "obstacle", lambda: pytest.fail("it was about to start"))
-    assert cli.main(["bench", "hosts", *arguments]) == codes.USAGE
+    assert main.main(["bench", "hosts", *arguments]) == exit_codes.USAGE
     assert words in " ".join(capsys.readouterr().err.split())
 
 
@@ -205,7 +206,7 @@ def test_without_namespaces_it_says_why_and_what_to_do(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    assert cli.main(["bench", "hosts"]) == codes.USAGE
+    assert main.main(["bench", "hosts"]) == exit_codes.USAGE
     said = " ".join(capsys.readouterr().err.split())
     assert "no network namespaces here: not root" in said and "as root" in said and "hora bench local" in said
 

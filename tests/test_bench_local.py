@@ -16,9 +16,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from hora.bench import links, local, local_table
-from hora.bench.models import WORKLOADS
-from hora.launch import cli, codes
+from hora.cli import main
+from hora.launch import exit_codes
+from hora_benchmarks.bench import links, local, local_table
+from hora_benchmarks.bench.models import WORKLOADS
 
 pytestmark = pytest.mark.timeout(240)  # several processes import torch on whatever cores there are
 
@@ -96,7 +97,7 @@ def test_under_the_transports_limit_hora_counts_the_same_and_the_table_says_so(
 
 @pytest.mark.usefixtures("namespaces")
 def test_ctrl_c_ends_the_workers_and_removes_their_namespaces() -> None:
-    command = [sys.executable, "-m", "hora.launch.cli", "bench", "local", "-n", "2", "--only", "ring"]
+    command = [sys.executable, "-m", "hora.cli.main", "bench", "local", "-n", "2", "--only", "ring"]
     bench = subprocess.Popen([*command, "--rates", RATE], stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert bench.stderr is not None
@@ -108,7 +109,7 @@ def test_ctrl_c_ends_the_workers_and_removes_their_namespaces() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         os.killpg(bench.pid, signal.SIGINT)
-        assert bench.wait(20) == codes.INTERRUPTED
+        assert bench.wait(20) == exit_codes.INTERRUPTED
         assert not [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]
         assert not [name for name in links._namespaces() if name in ours]
     finally:
@@ -121,7 +122,7 @@ def test_ctrl_c_ends_the_workers_and_removes_their_namespaces() -> None:
 @pytest.mark.usefixtures("namespaces")
 def test_what_a_killed_bench_left_is_swept_up_and_what_a_live_one_uses_is_not() -> None:
     script = (
-        "import sys, time\nfrom hora.bench.links import Namespaces\n"
+        "import sys, time\nfrom hora_benchmarks.bench.links import Namespaces\n"
         f"with Namespaces(1, '{RATE}') as there:\n    print(there.host(0), flush=True)\n    time.sleep(60)"
     )
     other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -182,9 +183,9 @@ def test_every_name_that_is_offered_is_a_contestant() -> None:
 
 
 def test_a_name_that_is_none_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "local", "--only", "rang"]) == codes.USAGE
+    assert main.main(["bench", "local", "--only", "rang"]) == exit_codes.USAGE
     assert "unknown strategy 'rang'" in capsys.readouterr().err
-    assert cli.main(["bench", "local", "--rates", "fast"]) == codes.USAGE
+    assert main.main(["bench", "local", "--rates", "fast"]) == exit_codes.USAGE
     assert "write for example 100mbit" in capsys.readouterr().err
 
 

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from hora.bench import ps, ps_copy, ps_peers, ps_table
-from hora.bench.ps_crew import Crew, CrewContestant, Result, gb_per_s
+from hora_benchmarks.bench import ps, ps_copy, ps_peers, ps_table
+from hora_benchmarks.bench.ps_crew import Crew, CrewContestant, Result, gb_per_s
 
 ECHO = """
 import json, sys
@@ -166,7 +166,7 @@ def test_main_writes_a_line_per_contestant_and_size(tmp_path: pathlib.Path, caps
 
 @pytest.mark.full
 def test_an_interrupted_benchmark_leaves_no_process(tmp_path: pathlib.Path) -> None:
-    script = "from hora.bench import ps; ps.main(2, 1, [1000], rounds=1000, peers=[], seconds=0.05)"
+    script = "from hora_benchmarks.bench import ps; ps.main(2, 1, [1000], rounds=1000, peers=[], seconds=0.05)"
     bench = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, start_new_session=True)
     assert bench.stderr is not None
     for line in bench.stderr:

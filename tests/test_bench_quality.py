@@ -8,8 +8,9 @@ import pathlib
 import pytest
 import torch
 
-from hora.bench import quality, quality_rank
-from hora.launch import cli, codes
+from hora.cli import main
+from hora.launch import exit_codes
+from hora_benchmarks.bench import quality, quality_rank
 
 
 def row(strategy: str, task: str = "gpt", **changed: object) -> quality.Row:
@@ -39,7 +40,7 @@ def test_a_quick_run_compares_with_the_ring(
     monkeypatch.setattr(quality, "STRATEGIES", ("ring", strategy))
     there, picture = tmp_path / "out.jsonl", tmp_path / "out.png"
     arguments = ["bench", "quality", "--quick", "--task", task, "--json", str(there), "--plot", str(picture)]
-    assert cli.main(arguments) == codes.OK
+    assert main.main(arguments) == exit_codes.OK
     ring, other = (json.loads(line) for line in there.read_text().splitlines())
     assert (ring["strategy"], ring["rounds"]) == ("ring", quality.QUICK_STEPS)
     assert (other["strategy"], other["rounds"]) == (strategy, rounds)
@@ -59,7 +60,7 @@ def test_a_run_that_fails_is_told_with_its_last_lines(
     script.write_text("raise RuntimeError('out of luck')\n")
     monkeypatch.setattr(quality, "WORKER", (str(script),))
     monkeypatch.setattr(quality, "STRATEGIES", ("ring",))
-    assert quality.main(2, ("digits",), quick=True) == codes.SCRIPT_FAILED
+    assert quality.main(2, ("digits",), quick=True) == exit_codes.SCRIPT_FAILED
     _, err = capfd.readouterr()
     assert "hora bench: digits under ring with 2 ended with exit code 1:" in err and "RuntimeError: out of luck" in err
 
@@ -102,5 +103,5 @@ def test_what_is_said_of_a_row() -> None:
 
 
 def test_seeds_have_no_effect_on_a_sweep_and_so_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "quality", "--sweep", "--seeds", "3"]) == codes.USAGE
+    assert main.main(["bench", "quality", "--sweep", "--seeds", "3"]) == exit_codes.USAGE
     assert "leave --seeds out" in capsys.readouterr().err

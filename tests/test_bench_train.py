@@ -16,12 +16,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hora.bench import train, train_table
-from hora.bench.models import WORKLOADS
-from hora.bench.train_conductor import Conductor, Contestant
-from hora.launch import cli, codes
+from hora.cli import main
+from hora.launch import exit_codes
+from hora_benchmarks.bench import train, train_table
+from hora_benchmarks.bench.models import WORKLOADS
+from hora_benchmarks.bench.train_conductor import Conductor, Contestant
 
-HORA = [sys.executable, "-m", "hora.launch.cli"]
+HORA = [sys.executable, "-m", "hora.cli.main"]
 FIELDS = [
     "name", "model", "ranks", "step_median_s", "step_p10_s", "step_p90_s", "comm_s", "hidden", "samples_per_s",
     "exposed_s", "efficiency", "rounds", "steps",
@@ -126,7 +127,7 @@ def test_every_strategy_text_of_the_benchmark_exists() -> None:
 def test_bad_usage_is_one_line_that_says_what_exists(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bench", "train", *arguments]) == codes.USAGE
+    assert main.main(["bench", "train", *arguments]) == exit_codes.USAGE
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
 
@@ -134,7 +135,7 @@ def test_bad_usage_is_one_line_that_says_what_exists(
 @pytest.mark.usefixtures("mark")
 def test_a_contestant_that_dies_is_named_and_the_others_finish(capfd: pytest.CaptureFixture[str]) -> None:
     those = [Contestant(name="single", ranks=1), Contestant(name="broken", ranks=1, how="hora", strategy="nonsense")]
-    assert train.main(those, "cnn", steps=1, rounds=1) == codes.SCRIPT_FAILED
+    assert train.main(those, "cnn", steps=1, rounds=1) == exit_codes.SCRIPT_FAILED
     out, err = capfd.readouterr()
     assert "single" in out and "broken" not in out
     assert "hora bench: broken: ended before it was ready" in err and "unknown strategy 'nonsense'" in err
@@ -167,7 +168,10 @@ def test_a_rank_that_dies_or_hangs_between_turns_is_told_and_ended() -> None:
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, codes.INTERRUPTED), pytest.param(signal.SIGTERM, codes.TERMINATED, marks=pytest.mark.full)],
+    [
+        (signal.SIGINT, exit_codes.INTERRUPTED),
+        pytest.param(signal.SIGTERM, exit_codes.TERMINATED, marks=pytest.mark.full),
+    ],
 )
 def test_a_signal_in_the_middle_ends_all_contestants(
     tmp_path: pathlib.Path, mark: bytes, number: int, code: int
@@ -178,7 +182,7 @@ def test_a_signal_in_the_middle_ends_all_contestants(
     deadline = time.monotonic() + 40
     while "round 2 of" not in (tmp_path / "err").read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
-    ranks = [command for command in carrying(mark) if "train_rank" in command and "hora.launch.cli run" not in command]
+    ranks = [command for command in carrying(mark) if "train_rank" in command and "hora.cli.main run" not in command]
     running.send_signal(number)
     assert running.wait(15) == code
     assert len(ranks) == 4, ranks  # both contestants were at work; that none is left is for `mark` to see

@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hora.buckets import FIRST_BYTES, Backward, Bucket, plan
-from hora.lanes import Lane
+from hora.parameters.buckets import FIRST_BYTES, BackwardHooks, Bucket, plan
+from hora.parameters.shards import ParameterShard
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def lanes_of(parameters: list[torch.Tensor], num_owners: int, generator: random.Random) -> list[list[Lane]]:
+def lanes_of(parameters: list[torch.Tensor], num_owners: int, generator: random.Random) -> list[list[ParameterShard]]:
     """Some whole, some cut, not always evenly; some cuts are empty."""
     found = []
     for parameter in parameters:
         numel = parameter.numel()
         if num_owners == 1 or generator.random() < 0.5:
-            found.append([Lane(0, numel, generator.randrange(num_owners))])
+            found.append([ParameterShard(0, numel, generator.randrange(num_owners))])
         else:
             edges = [0, *sorted(generator.randint(0, numel) for _ in range(num_owners - 1)), numel]
-            found.append([Lane(edges[r], edges[r + 1], r) for r in range(num_owners)])
+            found.append([ParameterShard(edges[r], edges[r + 1], r) for r in range(num_owners)])
     return found
 
 
@@ -74,7 +74,7 @@ def test_the_order_is_kept_among_gradients_of_one_kind(seed: int) -> None:
         torch.empty(generator.randint(1, 900), dtype=generator.choice(DTYPES)) for _ in range(generator.randint(2, 30))
     ]
     order = generator.sample(range(len(parameters)), len(parameters))
-    buckets = plan(order, parameters, lambda i: [Lane(0, parameters[i].numel(), 0)], 2048)
+    buckets = plan(order, parameters, lambda i: [ParameterShard(0, parameters[i].numel(), 0)], 2048)
     for dtype in DTYPES:
         came = [s.index for bucket in buckets if bucket.dtype is dtype for s in bucket.segments]
         wanted = [index for index in order if parameters[index].dtype is dtype]
@@ -83,7 +83,7 @@ def test_the_order_is_kept_among_gradients_of_one_kind(seed: int) -> None:
 
 def test_a_large_gradient_travels_without_being_copied_together() -> None:
     parameters = [torch.empty(100), torch.empty(3_000_000), torch.empty(100)]
-    buckets = plan([0, 1, 2], parameters, lambda i: [Lane(0, parameters[i].numel(), 0)], 4 << 20)
+    buckets = plan([0, 1, 2], parameters, lambda i: [ParameterShard(0, parameters[i].numel(), 0)], 4 << 20)
     assert [bucket.indices for bucket in buckets] == [[0], [1], [1], [1, 2]]
     assert [bucket.contiguous for bucket in buckets] == [True, True, True, False]
 
@@ -96,7 +96,7 @@ class Listener:
         self.silent = False
         self.news: list[Any] = []
         self.parameters = list(model.parameters())
-        self.backward = Backward(self.parameters, [name for name, _ in model.named_parameters()], self)
+        self.backward = BackwardHooks(self.parameters, [name for name, _ in model.named_parameters()], self)
         self.backward.hook()
         self.bucket_bytes = bucket_bytes
 
@@ -111,7 +111,9 @@ class Listener:
     def arm(self) -> None:
         parameters = self.parameters
         order = self.backward.order
-        self.backward.arm(plan(order, parameters, lambda i: [Lane(0, parameters[i].numel(), 0)], self.bucket_bytes))
+        self.backward.arm(
+            plan(order, parameters, lambda i: [ParameterShard(0, parameters[i].numel(), 0)], self.bucket_bytes)
+        )
         self.news.clear()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hora.data import Portion
-from hora.training.course import Course
+from hora.data import BatchSlice
+from hora.training.epoch_progress import EpochProgress
 
 
 class Loader:
@@ -18,12 +18,12 @@ class Loader:
         return self._length
 
 
-def batch(number: int) -> Portion:
-    return Portion.deal(number, 0, 8, 0, 2)
+def batch(number: int) -> BatchSlice:
+    return BatchSlice.deal(number, 0, 8, 0, 2)
 
 
 def test_epochs_and_batches_make_a_share_and_the_end_is_one() -> None:
-    course, loader = Course(), Loader(4)
+    course, loader = EpochProgress(), Loader(4)
     assert course.progress(3, None) is None
     course.begin(2)
     shares = []
@@ -39,7 +39,7 @@ def test_epochs_and_batches_make_a_share_and_the_end_is_one() -> None:
 
 
 def test_the_nearer_end_counts() -> None:
-    course = Course()
+    course = EpochProgress()
     assert course.progress(5, 10) == 0.5
     course.begin(10)
     course.epoch = 0
@@ -48,7 +48,7 @@ def test_the_nearer_end_counts() -> None:
 
 
 def test_of_streams_and_of_two_loaders_in_one_epoch_nobody_knows() -> None:
-    course = Course()
+    course = EpochProgress()
     course.begin(2)
     course.epoch = 0
     first: Any

@@ -59,7 +59,7 @@ def launch(folder: pathlib.Path, script: str, size: int) -> str:
     path = folder / "cuda.py"
     path.write_text(script)
     done = subprocess.run(
-        [sys.executable, "-m", "hora.launch.cli", "run", "-n", str(size), str(path)],
+        [sys.executable, "-m", "hora.cli.main", "run", "-n", str(size), str(path)],
         capture_output=True,
         text=True,
         timeout=58,

@@ -12,13 +12,13 @@ import time
 
 import pytest
 
-from hora import demo
-from hora.launch import codes
+from hora.cli import demo
+from hora.launch import exit_codes
 from hora.strategies import KNOWN
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
-DEMO = [sys.executable, "-m", "hora.launch.cli", "demo"]
+DEMO = [sys.executable, "-m", "hora.cli.main", "demo"]
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_run_that_fails_is_shown_with_its_last_lines_and_the_others_finish(
         "    if os.environ['HORA_RANK'] == '0':\n"
         "        print('step 1 of 9', flush=True)\n"
         "    raise RuntimeError('out of luck')\n"
-        "runpy.run_module('hora.demo', run_name='__main__')\n"
+        "runpy.run_module('hora.cli.demo', run_name='__main__')\n"
     )
     monkeypatch.setattr(demo, "WORKER", (str(script),))
     monkeypatch.setattr(demo, "STRATEGIES", ("ring",))
@@ -111,7 +111,10 @@ def test_a_run_that_fails_is_shown_with_its_last_lines_and_the_others_finish(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, codes.INTERRUPTED), pytest.param(signal.SIGTERM, codes.TERMINATED, marks=pytest.mark.full)],
+    [
+        (signal.SIGINT, exit_codes.INTERRUPTED),
+        pytest.param(signal.SIGTERM, exit_codes.TERMINATED, marks=pytest.mark.full),
+    ],
 )
 def test_a_demo_that_is_stopped_leaves_nothing(home: pathlib.Path, number: int, code: int) -> None:
     with subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:

@@ -22,7 +22,7 @@ TINY = ["--characters", "3000", "--layers", "2", "--width", "16", "--batch", "8"
 
 
 def started(size: int, *arguments: str) -> subprocess.Popen[str]:
-    launcher = ["-m", "hora.launch.cli", "run", "-n", str(size)] if size > 1 else []
+    launcher = ["-m", "hora.cli.main", "run", "-n", str(size)] if size > 1 else []
     return subprocess.Popen(
         [sys.executable, *launcher, EXAMPLE, *TINY, *arguments],
         stdout=subprocess.PIPE,

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 ALONE = [sys.executable]
-TWO = [sys.executable, "-m", "hora.launch.cli", "run", "-n", "2"]
+TWO = [sys.executable, "-m", "hora.cli.main", "run", "-n", "2"]
 TINY = {
     "digits.py": ["--epochs", "1"],
     "gpt.py": ["--characters", "6000", "--layers", "1", "--width", "16", "--batch", "8"],

@@ -10,16 +10,17 @@ import sys
 import pytest
 
 import hora.explain
+from hora.cli import main
 from hora.explain.asynchronous import MAX_WORKERS, MIN_WORKERS, even_paces, number, uneven_paces, updates_until_near
-from hora.explain.race import Moment, Pace, race
-from hora.launch import cli, codes
+from hora.explain.race import RaceEvent, WorkerPace, race
+from hora.launch import exit_codes
 from hora.server.state import Rules
 
 explain = functools.cache(functools.partial(hora.explain.explain, hora.explain.ASYNC))
 every_size = pytest.mark.parametrize("workers", range(MIN_WORKERS, MAX_WORKERS + 1))
 
 
-def pushes(moments: list[Moment]) -> list[tuple[int, float, int, int]]:
+def pushes(moments: list[RaceEvent]) -> list[tuple[int, float, int, int]]:
     """Rank, gradient, base, lag of each, as they came."""
     return [(rank, p.gradient, p.base, p.lag) for moment in moments for rank, p in sorted(moment.pushes.items())]
 
@@ -66,7 +67,7 @@ def test_the_slow_worker_comes_four_updates_late(workers: int) -> None:
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_staleness_bounds_the_lag(staleness: int) -> None:
     for slow in (7, 19, 41):
-        paces = [Pace(ticks=2), Pace(ticks=4, start=1), Pace(ticks=slow)]
+        paces = [WorkerPace(ticks=2), WorkerPace(ticks=4, start=1), WorkerPace(ticks=slow)]
         lags = [lag for *_, lag in pushes(race(paces, Rules(mode="ssp", staleness=staleness), 300))]
         assert max(lags) <= 2 * (2 * staleness + 1)
 
@@ -119,13 +120,13 @@ def test_it_fits_110_columns_and_is_plain_text(workers: int) -> None:
 def test_a_number_of_workers_that_cannot_be_drawn_is_refused_in_one_sentence(
     workers: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["explain", "async", "-n", workers]) == codes.USAGE
+    assert main.main(["explain", "async", "-n", workers]) == exit_codes.USAGE
     out, err = capfd.readouterr()
     assert (out, err) == ("", f"hora explain: explain async draws 2 to 4 workers, got {workers}\n")
 
 
 def test_without_n_two_workers_race_and_a_ring_has_five(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", "async"]) == cli.main(["explain", "ring"]) == codes.OK
+    assert main.main(["explain", "async"]) == main.main(["explain", "ring"]) == exit_codes.OK
     out = capfd.readouterr().out
     assert "the race of 2 workers" in out and "ring all-reduce on 5 ranks" in out
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hora import handshake
 from hora.coordinator.client import dial
 from hora.errors import HoraError, Unauthorized
-from hora.handshake import MAGIC, NONCE_BYTES, PATIENCE_S, PROOF_BYTES, Listener
+from hora.net import handshake
+from hora.net.handshake import MAGIC, NONCE_BYTES, PATIENCE_S, PROOF_BYTES, AuthenticatedListener
 
 TOKEN, OTHER = b"a" * 32, b"b" * 32
 LIMIT_S = 2 * PATIENCE_S  # patience, and as much again for a busy machine
@@ -35,7 +35,7 @@ class Server:
         self.sock = socket.create_server(("127.0.0.1", port), backlog=256)
         self.address: tuple[str, int] = self.sock.getsockname()
         self.welcomed: list[socket.socket] = []
-        self.listener = Listener(self.sock, TOKEN, purpose, self.welcomed.append)
+        self.listener = AuthenticatedListener(self.sock, TOKEN, purpose, self.welcomed.append)
 
     def close(self) -> None:
         self.listener.close()
@@ -284,7 +284,7 @@ def test_a_welcome_that_fails_costs_only_its_own_connection() -> None:
         raise ValueError("no")
 
     listening = socket.create_server(("127.0.0.1", 0))
-    listener = Listener(listening, TOKEN, "test", welcome)
+    listener = AuthenticatedListener(listening, TOKEN, "test", welcome)
     for _ in range(3):
         with dial(listening.getsockname(), TOKEN, "test", 5.0) as sock:
             assert closed_within(sock, LIMIT_S) < LIMIT_S

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from hora import interface
-from hora.bench import links
+from hora.net import interface
+from hora_benchmarks.bench import links
 
 OBSTACLE = links.obstacle()
 needs_namespaces = pytest.mark.skipif(bool(OBSTACLE), reason=f"no network namespaces here: {OBSTACLE}")

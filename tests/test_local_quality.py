@@ -126,7 +126,7 @@ def windows(characters: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def workers_of(strategy: str, folder: pathlib.Path) -> list[tuple[int, float]]:
     """What two workers, the second four times slower, did: steps, and what share of the time they waited."""
-    command = [sys.executable, "-m", "hora.launch.cli", "run", "-n", "2", "--run-dir", str(folder / strategy)]
+    command = [sys.executable, "-m", "hora.cli.main", "run", "-n", "2", "--run-dir", str(folder / strategy)]
     done = subprocess.run(
         [*command, "--strategy", strategy, str(SLOW)], capture_output=True, text=True, timeout=110, check=False
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hora import progress
-from hora.progress import Progress
-from hora.training.course import Course
+from hora.training import progress
+from hora.training.epoch_progress import EpochProgress
+from hora.training.progress import Progress
 
 
 class Stand:
@@ -17,7 +17,7 @@ class Stand:
     step = 0
     num_samples = 0
     leased = False
-    course = Course()
+    course = EpochProgress()
 
 
 def test_many_calls_are_few_lines_and_the_last_values_are_shown(

@@ -8,7 +8,7 @@ import torch
 import ranks
 from hora.collectives import Group
 from hora.errors import HoraError
-from hora.roster import Roster
+from hora.parameters.registry import ParameterRegistry
 from trainings import building
 
 
@@ -39,7 +39,7 @@ def test_everybody_gets_rank_0s_parameters_and_buffers(transport: str) -> None:
     def check(group: Group) -> None:
         model = Everything(seed=group.rank)
         strides = [p.stride() for p in model.parameters()]
-        Roster([model], [optimizer_of(model)]).agree(group)
+        ParameterRegistry([model], [optimizer_of(model)]).agree(group)
         first = Everything(seed=0)
         for mine, wanted in zip(model.parameters(), first.parameters(), strict=True):
             assert torch.equal(mine, wanted) and mine.requires_grad
@@ -53,19 +53,19 @@ def test_everybody_gets_rank_0s_parameters_and_buffers(transport: str) -> None:
 def test_a_tied_parameter_is_there_once_under_its_first_name() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    roster = Roster([model], [optimizer_of(model)])
+    roster = ParameterRegistry([model], [optimizer_of(model)])
     assert roster.names == ["0.weight", "0.bias", "1.bias"]
 
 
 def test_several_models_have_names_of_their_own() -> None:
     models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-    roster = Roster(models, [optimizer_of(model) for model in models])
+    roster = ParameterRegistry(models, [optimizer_of(model) for model in models])
     assert roster.names == ["model0.weight", "model0.bias", "model1.weight", "model1.bias"]
 
 
 def test_what_models_lose_or_exchange_among_themselves_harms_nobody() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    roster = Roster([model], [optimizer_of(model)])
+    roster = ParameterRegistry([model], [optimizer_of(model)])
     model[0], model[1] = model[1], model[0]
     roster.check_unchanged()
     del model[1]
@@ -77,7 +77,7 @@ def test_what_models_lose_or_exchange_among_themselves_harms_nobody() -> None:
 
 def test_the_signature_changes_with_every_buffer() -> None:
     model = torch.nn.BatchNorm1d(3)
-    roster = Roster([model], [optimizer_of(model)])
+    roster = ParameterRegistry([model], [optimizer_of(model)])
     seen = [roster.signature()]
     for change in (
         lambda: model.running_mean.add_(1),

@@ -13,10 +13,10 @@ import torch
 
 import ranks
 import trainings
-from hora import saving
 from hora.collectives import Group
 from hora.data import shard
 from hora.errors import HoraError
+from hora.training import checkpointing
 from workers import CLOSE, data, mse, net, state
 
 OPTIMIZERS: dict[str, Any] = {
@@ -57,10 +57,10 @@ class Saver:
         return self
 
     def save(self, folder: object, keep: int = 2) -> str:
-        return saving.save(self.one, self.group, str(folder), self.strategy, keep)
+        return checkpointing.save(self.one, self.group, str(folder), self.strategy, keep)
 
     def restore(self, folder: object) -> int | None:
-        return saving.restore(self.one, self.group, str(folder))
+        return checkpointing.restore(self.one, self.group, str(folder))
 
 
 def on(size: int, work: Any, **options: Any) -> list[Any]:
@@ -159,9 +159,9 @@ def test_a_loader_for_evaluation_that_was_made_first_does_not_decide_where_the_r
         one.prepare(model, optimizer)
         test = one.adopt(shard(data(7), one, global_batch=4))
         loader = one.adopt(shard(data(20), one, global_batch=4, shuffle=True))
-        saver = saving.save if save else None
+        saver = checkpointing.save if save else None
         if not save:
-            saving.restore(one, group, str(tmp_path))
+            checkpointing.restore(one, group, str(tmp_path))
         epochs = []
         for epoch in one.epochs(4):
             epochs.append(epoch)
@@ -255,9 +255,9 @@ def test_save_and_restore_before_prepare_say_what_comes_first(tmp_path: pathlib.
     def work(group: Group) -> None:
         one = trainings.training(group)
         with pytest.raises(HoraError, match=r"job.save\(\) comes after job.prepare\(\)"):
-            saving.save(one, group, str(tmp_path), "shared", 2)
+            checkpointing.save(one, group, str(tmp_path), "shared", 2)
         with pytest.raises(HoraError, match=r"job.restore\(\) comes after job.prepare\(\)"):
-            saving.restore(one, group, str(tmp_path))
+            checkpointing.restore(one, group, str(tmp_path))
 
     on(2, work)
 
@@ -358,7 +358,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_named_on_every_rank(tmp_path: pa
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         one.prepare(model, optimizer, Odd(optimizer, lambda step: 1.0))
         with pytest.raises(HoraError, match="odd is an object, which a checkpoint cannot hold"):
-            saving.save(one, group, str(tmp_path), "shared", 2)
+            checkpointing.save(one, group, str(tmp_path), "shared", 2)
         assert group.all_reduce(torch.ones(1)).item() == group.size
 
     on(2, work)
@@ -378,12 +378,12 @@ def test_several_models_and_optimizers_are_saved_together(tmp_path: pathlib.Path
                 mse(model, x, y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        saving.save(one, group, str(tmp_path), "shared", 2)
+        checkpointing.save(one, group, str(tmp_path), "shared", 2)
         return [state(model) for model in models] + [optimizers[1].state_dict()["state"][0]["momentum_buffer"]]
 
     def second(group: Group) -> list[torch.Tensor]:
         one, models, optimizers = make(group)
-        assert saving.restore(one, group, str(tmp_path)) == 3
+        assert checkpointing.restore(one, group, str(tmp_path)) == 3
         return [state(model) for model in models] + [optimizers[1].state_dict()["state"][0]["momentum_buffer"]]
 
     wanted = on(2, first)[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hora import unwinding
+from hora.data import unwinding
 
 closed: list[bool] = []
 

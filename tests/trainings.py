@@ -17,7 +17,7 @@ import torch
 import ranks
 from hora.collectives import Group
 from hora.data import shard
-from hora.server.access import Access
+from hora.server.access import RunContext
 from hora.strategies import parse
 from hora.training import Training
 
@@ -33,7 +33,7 @@ def training(group: Group, strategy: str = "shared", history: str = "", **option
     servers = found[1] if (found := re.search(r"/(\d*(?:tcp)?)$", strategy)) else ""
     chosen = parse(strategy.removesuffix(f"/{servers}"))
     if chosen.uses_servers:
-        options["access"] = Access(
+        options["access"] = RunContext(
             control=group._control,
             token=ranks.TOKEN,
             name=group.transport.name_of(group.rank),

@@ -30,7 +30,7 @@ COMPARED = {"ring": ["-n", "2", "--strategy", "ring"], "local-16": ["-n", "2", "
 
 
 def start(folder: str, name: str, flags: list[str], arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "hora.launch.cli", "run", *flags, "--name", name, "--dashboard", "0"]
+    command = [sys.executable, "-m", "hora.cli.main", "run", *flags, "--name", name, "--dashboard", "0"]
     script = [str(HERE / "seen.py"), *arguments, "--save", f"{folder}/saved-{name}"]
     env = {**os.environ, "XDG_STATE_HOME": folder, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, *script], env=env, stderr=subprocess.PIPE, text=True)
@@ -68,7 +68,7 @@ def main(wanted: list[str]) -> None:
                 process.communicate()
             env = {**os.environ, "XDG_STATE_HOME": folder}
             page = subprocess.Popen(
-                [sys.executable, "-m", "hora.launch.cli", "dashboard", "--port", "8399"],
+                [sys.executable, "-m", "hora.cli.main", "dashboard", "--port", "8399"],
                 env=env,
                 stdout=subprocess.PIPE,
             )

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
         scatter,
         send,
     )
-    from .collectives.base import Group
+    from .collectives.group import Group
     from .data import Shard
     from .early_stopping import EarlyStopping
     from .errors import HoraError, Mismatch, PeerLost, Timeout, Unauthorized
     from .helpers import clip_grad_norm_, scale_lr
     from .job import Job, init
+    from .monitor.values import Histogram
     from .server.embedding import ServerEmbedding
     from .strategies import PS, Auto, DiLoCo, Engine, Halving, LocalSGD, Ring, Shared, Star, Tree
-    from .watch.values import Histogram
 
 __version__ = "0.1.0"
 
@@ -46,7 +46,7 @@ _HOMES = {
         "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
         "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send",
     ),
-    "watch.values": ("Histogram",),
+    "monitor.values": ("Histogram",),
     "errors": ("HoraError", "Mismatch", "PeerLost", "Timeout", "Unauthorized"),
     "strategies": ("PS", "Auto", "DiLoCo", "Engine", "Halving", "LocalSGD", "Ring", "Shared", "Star", "Tree"),
 }  # fmt: skip

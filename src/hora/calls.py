@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .collectives.base import Group
+from .collectives.group import Group
 from .job import current
 
 

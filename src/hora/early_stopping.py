@@ -8,7 +8,7 @@ import threading
 import msgspec
 import torch
 
-from .coordinator import Control, Event
+from .coordinator import CoordinatorEvent, CoordinatorLine
 from .job import Job, current
 
 FIRST_S = 1.0
@@ -26,7 +26,7 @@ class WorkerMeans:
     not waited for.
     """
 
-    def __init__(self, control: Control, rank: int, size: int, topic: str, together: bool) -> None:
+    def __init__(self, control: CoordinatorLine, rank: int, size: int, topic: str, together: bool) -> None:
         self._control = control
         self._rank = rank
         self._size = size
@@ -70,7 +70,7 @@ class WorkerMeans:
             if rank not in self._ended
         )
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: CoordinatorEvent) -> None:
         """On the line's thread: another worker has told a value, or has ended."""
         if event.member is None or event.member.role != "worker":
             return

@@ -20,25 +20,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from . import saving, spans, strategies
-from .collectives.base import Group
-from .coordinator import Client, Event, LocalHub, Member
-from .data import Desk, Shard, View, shard
+from . import strategies
+from .collectives.group import Group
+from .coordinator import CoordinatorClient, CoordinatorEvent, LocalHub, Member
+from .data import DataService, LedgerView, Shard, shard
 from .errors import HoraError, PeerLost
-from .launch import environment
-from .launch.codes import ECHO_EXIT, SCRIPT_FAILED
-from .launch.environment import Identity
+from .launch.exit_codes import ECHO_EXIT, SCRIPT_FAILED
 from .launch.forkserver import interpreter
-from .launch.meeting import Meeting, meet
-from .progress import Progress
-from .roster import Roster
-from .server.access import Access
+from .monitor import spans
+from .monitor.values import Histogram, checked
+from .net.machine import num_cores
+from .parameters.registry import ParameterRegistry
+from .rendezvous import environment
+from .rendezvous.environment import ProcessIdentity
+from .rendezvous.rendezvous import Rendezvous, rendezvous
+from .server.access import RunContext
 from .strategies import PS, Auto, Engine, LocalSGD, Strategy
-from .strategies.sync import Traffic
-from .training import Training, several
+from .strategies.sync import CommStats
+from .training import Training, checkpointing, several
+from .training.progress import Progress
 from .training.recorder import Recorder
-from .transport.base import num_cores
-from .watch.values import Histogram, checked
 from .world import World
 
 if TYPE_CHECKING:
@@ -62,12 +63,12 @@ class Job:
 
     def __init__(
         self,
-        identity: Identity,
-        meeting: Meeting,
+        identity: ProcessIdentity,
+        meeting: Rendezvous,
         world: World,
         strategy: Strategy,
         on_nonfinite: str | None = None,
-        access: Access | None = None,
+        access: RunContext | None = None,
     ) -> None:
         # Elsewhere it is None, which no user's code sees after `prepare`: whoever counts on a number is a worker.
         self.rank: int = identity.rank if identity.role == "worker" else None  # type: ignore[assignment]
@@ -81,7 +82,7 @@ class Job:
         self.training.stop_reason = lambda: world.stop_reason or self._stop_reason
         self._stop_reason: str | None = None
         self._access = access
-        self._desk = Desk(
+        self._desk = DataService(
             control=meeting.control,
             rank=identity.rank,
             token=meeting.token,
@@ -96,7 +97,7 @@ class Job:
             self.training.recorder = Recorder(self.training, meeting.control.report)
         self._logged = False
         self._means: list[Any] = []  # of values that workers tell each other
-        self._told: collections.deque[Event] = collections.deque(maxlen=1000)
+        self._told: collections.deque[CoordinatorEvent] = collections.deque(maxlen=1000)
         self._telling = threading.Lock()
         self.pid = os.getpid()
         self.launcher = identity.launcher
@@ -114,7 +115,7 @@ class Job:
         self._lost = ""  # why a server cannot go on: the coordinator's process is gone
         meeting.control.listen(self._hear)
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event: CoordinatorEvent) -> None:
         if event.kind == "stop" and self._stop_reason is None:
             self._stop_reason = event.text
         if event.kind in ("left", "died") and event.member is not None and event.member.role == "worker":
@@ -135,7 +136,7 @@ class Job:
             self._lost = f"{self._member}: lost {self._meeting.control.hosted_by}: the line to it broke: {reason}"
             for rank in left:
                 gone = Member("worker", rank, "?", 0)
-                self._meeting.control.hear(Event(kind="died", generation=0, member=gone, text=reason))
+                self._meeting.control.hear(CoordinatorEvent(kind="died", generation=0, member=gone, text=reason))
 
     def __repr__(self) -> str:
         return f"<hora.Job {self.role} {self.rank} of {self.size}, strategy {self.strategy.spell()}>"
@@ -158,7 +159,7 @@ class Job:
         return self.training.stopped()
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> CommStats:
         """What communication has cost this worker since `traffic.reset()`."""
         sync = self.training.sync
         if sync is None:
@@ -233,21 +234,21 @@ class Job:
         return self.strategy.elastic and self.strategy.uses_rounds
 
     def _answer(self, model: Any, optimizer: Any, predict: Callable[[Any, Any], Any] | None) -> NoReturn:
-        from .serve import host
+        from .serve import predictor
 
         self._asked = True
         models, optimizers = several("model", model, torch.nn.Module), several("optimizer", optimizer, Optimizer)
         assert self._serving is not None
-        roster = Roster(models, optimizers)
+        roster = ParameterRegistry(models, optimizers)
         if self._serving.checkpoint:
-            host.serve_checkpoint(self._serving, roster, predict)
+            predictor.serve_checkpoint(self._serving, roster, predict)
         else:
             ps = (self.strategy, self._access) if isinstance(self.strategy, PS) and self._access is not None else None
             if ps is not None and ps[0].mode == "sync" and len(optimizers) > 1:
                 ps = None  # servers are at rest after each optimizer's part of a step, rank 0 knows when it is whole
             many = self._serving.source == "newest" or self._everybody_shows
-            run = host.Run(self._meeting.control, self._meeting.token, self.size if many else 1, ps)
-            host.serve(self._serving, roster, predict, run)
+            run = predictor.ServedRun(self._meeting.control, self._meeting.token, self.size if many else 1, ps)
+            predictor.serve(self._serving, roster, predict, run)
         raise SystemExit(0)
 
     def _serve(self, model: Any, optimizer: Any) -> NoReturn:
@@ -257,7 +258,7 @@ class Job:
         models, optimizers = several("model", model, torch.nn.Module), several("optimizer", optimizer, Optimizer)
         try:
             with torch.no_grad():
-                roster = Roster(models, self.strategy.served(optimizers))
+                roster = ParameterRegistry(models, self.strategy.served(optimizers))
                 serve(self._access, roster, self.strategy.rules(), self.strategy.block_bytes)
         except ValueError:  # of this model and these servers: all find the same, and one says it
             if self._access.rank == 0:
@@ -353,7 +354,7 @@ class Job:
         """This batch stands for `count` samples, say its tokens, instead of its length. Before backward()."""
         self.training.weight(count)
 
-    def ledger(self) -> View:
+    def ledger(self) -> LedgerView:
         """Which batches of the epoch are done, and what this worker holds; of the first loader. Print it."""
         if not self.training.shards:
             raise HoraError("no ledger yet: job.shard(…) makes one")
@@ -375,7 +376,7 @@ class Job:
         if self.strategy.elastic and (self._apart or self._joined):
             return self._save_alone(path, keep)
         try:
-            return saving.save(self.training, self.group, path, self.strategy.spell(), keep)
+            return checkpointing.save(self.training, self.group, path, self.strategy.spell(), keep)
         except PeerLost:
             if not self.strategy.elastic:
                 raise
@@ -388,7 +389,7 @@ class Job:
             return ""
         own = _own_world(self._member, self._world.timeout_s)
         try:
-            return saving.save(self.training, own.group, directory, self.strategy.spell(), keep)
+            return checkpointing.save(self.training, own.group, directory, self.strategy.spell(), keep)
         finally:
             own.close()
 
@@ -399,7 +400,7 @@ class Job:
         if self._joined:
             return None
         with spans.during(spans.TRAINING, "checkpoint", what="restored"):
-            step = saving.restore(self.training, self.group, os.fspath(directory))
+            step = checkpointing.restore(self.training, self.group, os.fspath(directory))
         self.training.show(True)
         if step is not None and self.rank == 0:
             self._note("restore", f"from step {step} in {os.fspath(directory)}")
@@ -496,7 +497,7 @@ def init(
     limit = identity.timeout_s or timeout_s or TIMEOUT_S
     if identity.trace and identity.role != "predictor":
         spans.open(identity.trace, identity.role, identity.rank, identity.host)
-    meeting = meet(identity)
+    meeting = rendezvous(identity)
     role = "worker" if identity.launcher == "alone" else identity.role  # alone, nobody else would form the run
     member = Member(role, identity.rank, identity.host, os.getpid())
     reply = meeting.control.join(member, _versions(), limit, identity.size, identity.servers or 0)
@@ -539,7 +540,7 @@ def init(
         _report_failures(job)
     if meeting.service is not None:
         os.register_at_fork(after_in_child=meeting.service.forget)
-    if isinstance(meeting.control, Client) and identity.launcher != "hora":
+    if isinstance(meeting.control, CoordinatorClient) and identity.launcher != "hora":
         meeting.control.hosted_by = reply.members[0]
         meeting.control.on_lost = job._lose_coordinator
     if identity.role == "predictor" and identity.launcher == "alone":
@@ -548,7 +549,7 @@ def init(
     return job
 
 
-def _label_records(identity: Identity) -> None:
+def _label_records(identity: ProcessIdentity) -> None:
     """From now on every record of `logging` says whose it is: %(hora_role)s and %(hora_rank)s in a format."""
     before = logging.getLogRecordFactory()
     before = getattr(before, "unlabelled", before)  # of an earlier job of this process
@@ -562,7 +563,7 @@ def _label_records(identity: Identity) -> None:
     logging.setLogRecordFactory(labelled)
 
 
-def _advise_on_cores(identity: Identity) -> None:
+def _advise_on_cores(identity: ProcessIdentity) -> None:
     """More workers than cores take turns, unless they have GPUs to keep busy."""
     cores = num_cores()
     if identity.local_size > cores and not os.path.exists("/dev/nvidia0"):
@@ -580,9 +581,11 @@ def _own_world(member: Member, timeout_s: float) -> World:
     return World(line, (me,), 0, 1, b"", timeout_s=timeout_s)
 
 
-def _access(identity: Identity, meeting: Meeting, member: Member, timeout_s: float, transport: str) -> Access:
+def _access(
+    identity: ProcessIdentity, meeting: Rendezvous, member: Member, timeout_s: float, transport: str
+) -> RunContext:
     """Without server processes the workers that were launched together host a server each."""
-    return Access(
+    return RunContext(
         control=meeting.control,
         token=meeting.token,
         name=str(member),
@@ -629,7 +632,7 @@ def current() -> Job:
     return _current
 
 
-def _choose(strategy: str | Strategy | None, identity: Identity) -> Strategy:
+def _choose(strategy: str | Strategy | None, identity: ProcessIdentity) -> Strategy:
     given = strategies.parse(strategy) if isinstance(strategy, str) else strategy
     if identity.strategy is None:
         return given or Auto()

@@ -17,18 +17,18 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from .collectives.base import Group
-from .collectives.deadlock import Deadlocks
-from .coordinator import Control, Event, Member
+from .collectives.deadlock import DeadlockDetector
+from .collectives.group import Group
+from .coordinator import CoordinatorEvent, CoordinatorLine, Member
 from .errors import HoraError, OutOfMemory, PeerLost
-from .interface import kernel
-from .transport import Circle, Lounge, MemoryTransport, Transport, futex
-from .transport.allowance import Allowance
+from .net.fd_passing import FdPassing
+from .net.interface import kernel
+from .transport import GroupSpec, InProcessHub, InProcessTransport, Transport, futex
 from .transport.engine import open_engine
-from .transport.passing import Passing
+from .transport.process_group import TorchGroup
+from .transport.rate_limit import RateLimiter
 from .transport.shm import ShmTransport
-from .transport.tcp import Port, TcpTransport
-from .transport.torch_group import TorchGroup
+from .transport.tcp import TcpListener, TcpTransport
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ BREAK_S = 0.5  # from the break of torch's link to a rank until its end is known
 DEATH_GRACE_S = 0.2  # whoever watches the process may know more than that it ended
 
 
-class Place(msgspec.Struct):
+class HostPlace(msgspec.Struct):
     """What the others must know to reach a rank on its own host."""
 
     passing: str  # the abstract socket's name, "" if it has none
@@ -56,7 +56,7 @@ class World:
 
     def __init__(
         self,
-        control: Control,
+        control: CoordinatorLine,
         members: tuple[Member, ...],
         rank: int,
         generation: int,
@@ -70,7 +70,7 @@ class World:
         backend: str = "auto",
         deterministic: bool = False,
         under_mpirun: bool = False,
-        lounge: Lounge | None = None,
+        lounge: InProcessHub | None = None,
         hosts: Sequence[int] | None = None,
     ) -> None:
         if transport not in TRANSPORTS:
@@ -89,33 +89,35 @@ class World:
         self.deterministic = deterministic
         self.under_mpirun = under_mpirun
         self.stop_reason: str | None = None
-        self._lounge = lounge or (Lounge() if self.size == 1 and transport == "auto" else None)
+        self._lounge = lounge or (InProcessHub() if self.size == 1 and transport == "auto" else None)
         self._groups: list[Group] = []
-        self._port: Port | None = None
-        self._passing: Passing | None = None
-        self._places: list[Place] = []
+        self._port: TcpListener | None = None
+        self._passing: FdPassing | None = None
+        self._places: list[HostPlace] = []
         self._settled = {rank}  # ranks whose end is known
-        self._ends: list[Event] = []  # for groups that are still to be founded
-        self._early: collections.deque[Event] = collections.deque(maxlen=256)  # words about groups not founded here yet
+        self._ends: list[CoordinatorEvent] = []  # for groups that are still to be founded
+        self._early: collections.deque[CoordinatorEvent] = collections.deque(
+            maxlen=256
+        )  # words about groups not founded here yet
         self._torch: TorchGroup | None = None
         self._torch_attempts = 0
         self._founder: Group | None = None  # the group that is about to make another
         self._closed = False
-        self._deadlocks = Deadlocks(control, str(members[rank]), self._numbers, self._break_off)
+        self._deadlocks = DeadlockDetector(control, str(members[rank]), self._numbers, self._break_off)
         control.listen(self._hear)
         control.listen(self._deadlocks.hear)
         _forget_after_fork(self)
         if self._lounge is None:
             self._meet()
         self.hosts = tuple(hosts) if hosts is not None else self._find_hosts()
-        circle = Circle(rank=rank, members=members, generation=generation, group=0, timeout_s=timeout_s)
+        circle = GroupSpec(rank=rank, members=members, generation=generation, group=0, timeout_s=timeout_s)
         self.group = self._found(circle, transport)
         if self._places:
             threading.Thread(target=self._watch, name="hora-watch", daemon=True).start()
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
-    def _found(self, circle: Circle, kind: str, whole: Group | None = None) -> Group:
+    def _found(self, circle: GroupSpec, kind: str, whole: Group | None = None) -> Group:
         if kind == "auto" and self._lounge is None and len({self.hosts[m.rank] for m in circle.members}) == 1:
             try:
                 return self._gather(circle, "shm", whole)
@@ -124,7 +126,7 @@ class World:
                     log.warning("no shared memory, so the ranks talk over TCP, which is slower: %s", problem)
         return self._gather(circle, kind, whole)
 
-    def _gather(self, circle: Circle, kind: str, whole: Group | None) -> Group:
+    def _gather(self, circle: GroupSpec, kind: str, whole: Group | None) -> Group:
         """A group; or a part of the `whole`, which then hears for it what becomes of the others."""
         group = Group(
             self.connect(circle, kind),
@@ -158,8 +160,8 @@ class World:
             self._founder = None
 
     @staticmethod
-    def _inner(circle: Circle, ranks: list[int], number: int, rank: int) -> Circle:
-        return Circle(
+    def _inner(circle: GroupSpec, ranks: list[int], number: int, rank: int) -> GroupSpec:
+        return GroupSpec(
             rank=ranks.index(rank),
             members=tuple(circle.members[r] for r in ranks),
             generation=circle.generation,
@@ -167,10 +169,10 @@ class World:
             timeout_s=circle.timeout_s,
         )
 
-    def connect(self, circle: Circle, kind: str) -> Transport:
+    def connect(self, circle: GroupSpec, kind: str) -> Transport:
         """Collective among the circle: a transport of that kind; 'auto' means TCP here."""
         if self._lounge is not None and kind in ("auto", "memory"):
-            return MemoryTransport(circle, self._lounge)
+            return InProcessTransport(circle, self._lounge)
         if self.rate_bytes_per_s is not None and kind not in ("auto", "tcp"):
             raise ValueError(f"a rate limit holds for the tcp transport; {kind} would not heed it")
         if kind == "memory":
@@ -201,7 +203,7 @@ class World:
             raise ValueError(f"job.process_group({backend!r}): it was opened as {self._torch.backend or 'default'!r}")
         return self._torch
 
-    def _agree(self, circle: Circle, key: str, word: str, check: Callable[[], None] | None = None) -> list[str]:
+    def _agree(self, circle: GroupSpec, key: str, word: str, check: Callable[[], None] | None = None) -> list[str]:
         """Every rank's word to every rank, over the coordinator."""
         self.control.put(f"{key}/{circle.rank}", word.encode())
         return [self._word(member.rank, f"{key}/{rank}", check).decode() for rank, member in enumerate(circle.members)]
@@ -239,7 +241,7 @@ class World:
                 self._passing.reach(self._places[first].passing).close()
             except (OSError, HoraError):
                 first = self.rank
-        whole = Circle(rank=self.rank, members=self.members, generation=self.generation, group=0)
+        whole = GroupSpec(rank=self.rank, members=self.members, generation=self.generation, group=0)
         hosts = tuple(int(word) for word in self._agree(whole, f"g{self.generation}/host", str(first)))
         if not futex.AVAILABLE and self.rank == 0 and self.size > 1:
             log.warning("shared memory is for Linux on x86-64; here the ranks talk over TCP")
@@ -248,18 +250,18 @@ class World:
     def _meet(self) -> None:
         if futex.AVAILABLE:
             with contextlib.suppress(OSError):
-                self._passing = Passing(self.token, self.timeout_s)
-        mine = Place(self._passing.address if self._passing else "", kernel("pid"), kernel("net"))
+                self._passing = FdPassing(self.token, self.timeout_s)
+        mine = HostPlace(self._passing.address if self._passing else "", kernel("pid"), kernel("net"))
         key = f"g{self.generation}/place"
         self.control.put(f"{key}/{self.rank}", msgspec.msgpack.encode(mine))
         self._places = [
-            msgspec.msgpack.decode(self._word(rank, f"{key}/{rank}"), type=Place) for rank in range(self.size)
+            msgspec.msgpack.decode(self._word(rank, f"{key}/{rank}"), type=HostPlace) for rank in range(self.size)
         ]
 
-    def _open_port(self) -> Port:
+    def _open_port(self) -> TcpListener:
         if self._port is None:
-            allowance = Allowance(self.rate_bytes_per_s) if self.rate_bytes_per_s is not None else None
-            self._port = Port(self.token, self.bind, allowance)
+            allowance = RateLimiter(self.rate_bytes_per_s) if self.rate_bytes_per_s is not None else None
+            self._port = TcpListener(self.token, self.bind, allowance)
             host, port = self._port.address
             self.control.put(f"g{self.generation}/tcp/{self.rank}", f"{host} {port}".encode())
         return self._port
@@ -278,7 +280,7 @@ class World:
 
     # -- the others' fate ----------------------------------------------------------------------------------------------
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event: CoordinatorEvent) -> None:
         if event.kind == "stop" and self.stop_reason is None:
             self.stop_reason = event.text
         if event.kind in ("died", "left") and event.member is not None and event.member.role == "worker":
@@ -316,7 +318,7 @@ class World:
         """This rank is dead, whoever found out."""
         if rank not in self._settled:
             self._settled.add(rank)
-            event = Event(kind="died", generation=self.generation, member=self.members[rank], text=reason)
+            event = CoordinatorEvent(kind="died", generation=self.generation, member=self.members[rank], text=reason)
             self._ends.append(event)
             for group in list(self._groups):
                 group.accord.hear(event)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hora.bench.staleness import train
-from hora.claims import accuracy, accuracy_runs
-from hora.claims.accuracy import JUDGED
-from hora.claims.accuracy_rank import Lesson, Plan
-from hora.claims.accuracy_runs import ASYNC, EVERY, MOMENTA, SSP, STRATEGIES, SYNC
-from hora.claims.claim import MAX_TEXT, Row
+from hora_benchmarks.bench.staleness import train
+from hora_benchmarks.claims import accuracy, accuracy_runs
+from hora_benchmarks.claims.accuracy import JUDGED
+from hora_benchmarks.claims.accuracy_rank import Lesson, Plan
+from hora_benchmarks.claims.accuracy_runs import ASYNC, EVERY, MOMENTA, SSP, STRATEGIES, SYNC
+from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
 SEEDS = [0, 1, 2]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hora.claims import asynchronous, paced
-from hora.claims.claim import MAX_TEXT, Row
+from hora_benchmarks.claims import asynchronous, paced
+from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
 COUNTS = (1, 2, 4, 8, 16)
 ALONE_S = 0.6

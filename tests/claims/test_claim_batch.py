@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hora.bench.launched import launched
-from hora.claims import batch
-from hora.claims.claim import MAX_TEXT
 from hora.datasets import digits
+from hora.launch.launched import launched
+from hora_benchmarks.claims import batch
+from hora_benchmarks.claims.claim import MAX_TEXT
 
 FACTORS = (1, 4, 32)
 BASE = 0.95

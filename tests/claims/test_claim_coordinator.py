@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hora.claims import coordinator
-from hora.claims.claim import MAX_TEXT, Row
+from hora_benchmarks.claims import coordinator
+from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
 METRICS_OFF = False
 

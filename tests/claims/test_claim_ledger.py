@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hora.claims import ledger
-from hora.claims.claim import MAX_TEXT, Row
+from hora_benchmarks.claims import ledger
+from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
 EVEN = {"even_ideal_s": 0.8, "even_s": [0.88, 0.96]}  # 110 and 120 % of the ideal: 115 % in the median
 

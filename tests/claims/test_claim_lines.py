@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hora.claims import lines
-from hora.claims.claim import MAX_TEXT
+from hora_benchmarks.claims import lines
+from hora_benchmarks.claims.claim import MAX_TEXT
 
 PAST_GUESSING = 20.0  # per cent; a guess has 10
 

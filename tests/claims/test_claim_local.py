@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hora.claims import local
-from hora.claims.claim import MAX_TEXT
-from hora.claims.local import CLAIM
+from hora_benchmarks.claims import local
+from hora_benchmarks.claims.claim import MAX_TEXT
+from hora_benchmarks.claims.local import CLAIM
 
 STEPS = 128
 

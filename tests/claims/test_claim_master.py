@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hora.claims import master
-from hora.claims.claim import MAX_TEXT, Row
+from hora_benchmarks.claims import master
+from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
 HOSTS = (2, 4, 8, 16)
 

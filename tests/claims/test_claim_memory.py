@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hora.bench import peak
-from hora.bench.launched import launched
-from hora.claims import memory
-from hora.claims.claim import MAX_TEXT
-from hora.claims.memory import CLAIM, LOCAL, RING
+from hora.launch import peak_memory
+from hora.launch.launched import launched
+from hora_benchmarks.claims import memory
+from hora_benchmarks.claims.claim import MAX_TEXT
+from hora_benchmarks.claims.memory import CLAIM, LOCAL, RING
 
 PARAMETERS = 1_000_000
 EMPTY = 300_000_000
@@ -138,7 +138,7 @@ def test_table_and_figure() -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.skipif(not peak.can_watch(), reason="the kernel does not tell who pays for shared memory")
+@pytest.mark.skipif(not peak_memory.can_watch(), reason="the kernel does not tell who pays for shared memory")
 def test_all_processes_of_a_run_are_seen_by_their_roles_and_needs(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
@@ -168,7 +168,7 @@ def test_all_processes_of_a_run_are_seen_by_their_roles_and_needs(tmp_path: path
     common = pathlib.Path("/dev/shm") / tmp_path.name
     try:
         common.write_bytes(bytes(40 << 20))
-        with peak.Watch() as watch:
+        with peak_memory.Watch() as watch:
             launched(
                 [str(script)], common, size=2, strategy="ring", hear=lambda line: "leaves" in line and not watch.stop()
             )

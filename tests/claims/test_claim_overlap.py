@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hora import memory
-from hora.bench import train
-from hora.claims import overlap
-from hora.claims.claim import MAX_TEXT, Row
-from hora.claims.overlap_trace import rate_text
+from hora.parameters import allocator
+from hora_benchmarks.bench import train
+from hora_benchmarks.claims import overlap
+from hora_benchmarks.claims.claim import MAX_TEXT, Row
+from hora_benchmarks.claims.overlap_trace import rate_text
 
 LINKS, SLOW, HOST = "links of 1gbit", "links of 200mbit", overlap.CROWDED
 
@@ -124,7 +124,7 @@ def test_waiting_longer_with_overlap_is_explained() -> None:
 
 def test_ddp_runs_with_the_memory_settings_of_hora(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(those: Any, *_: Any, **__: Any) -> Any:
-        assert {one.name: one.env for one in those}[overlap.DDP] == memory.ENV
+        assert {one.name: one.env for one in those}[overlap.DDP] == allocator.ENV
         answer = {"seconds": [1.0], "exposed_s": 0.1, "sent_bytes": 1.0}
         return {one.name: [[answer, answer]] for one in those}, 1, []
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from hora.bench.launched import launched
-from hora.claims import pipeline
-from hora.claims.claim import MAX_TEXT
+from hora.launch.launched import launched
+from hora_benchmarks.claims import pipeline
+from hora_benchmarks.claims.claim import MAX_TEXT
 
 SCRIPT = """
 import json, pathlib, sys, torch, hora
-from hora.claims import pipeline_rank as rank
+from hora_benchmarks.claims import pipeline_rank as rank
 
 torch.set_default_dtype(torch.float64)
 rank.WIDTH, rank.HEADS, rank.CONTEXT = 16, 2, 8

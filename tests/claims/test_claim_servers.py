@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hora.bench import links
-from hora.claims import paced, servers
-from hora.claims.claim import MAX_TEXT, Row
+from hora_benchmarks.bench import links
+from hora_benchmarks.claims import paced, servers
+from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
 COUNTS = (1, 2, 4, 8, 16)
 FALLING = {1: (75, 60, 43, 27, 15), 2: (75, 70, 60, 43, 27), 4: (75, 74, 70, 60, 43)}

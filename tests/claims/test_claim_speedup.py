@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hora.bench.train_conductor import Contestant
-from hora.claims import speedup
-from hora.claims.claim import MAX_TEXT, Row
+from hora_benchmarks.bench.train_conductor import Contestant
+from hora_benchmarks.claims import speedup
+from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
 
 def row(model: str, name: str, workers: int, share: float, cores: int = 16, lockstep: float | None = None) -> Row:

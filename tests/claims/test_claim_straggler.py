@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from hora.claims import straggler, uneven
-from hora.claims.claim import MAX_TEXT, Row
+from hora_benchmarks.claims import straggler, uneven
+from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
 SIZE, STEPS, SAMPLES = 4, 24, 480
 SLOW = {"lasting": 0.3, "passing": 0.45}

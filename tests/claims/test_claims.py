@@ -8,11 +8,11 @@ import pathlib
 import pytest
 from click.testing import CliRunner, Result
 
-from hora.bench.launched import launched
-from hora.claims import catalogue, page, record
-from hora.claims.claim import MAX_TEXT, Claim, Row, Table, Verdict, spread
-from hora.claims.cli import claims
-from hora.launch import codes
+from hora.launch import exit_codes
+from hora.launch.launched import launched
+from hora_benchmarks.claims import catalogue, page, record
+from hora_benchmarks.claims.claim import MAX_TEXT, Claim, Row, Table, Verdict, spread
+from hora_benchmarks.claims.cli import claims
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECORDS = ROOT / "docs" / "claims"
@@ -51,7 +51,7 @@ def call(*words: object) -> Result:
 @pytest.mark.usefixtures("only")
 def test_a_claim_is_measured_judged_drawn_and_recorded(tmp_path: pathlib.Path) -> None:
     result = call("master", "--into", tmp_path)
-    assert result.return_value == codes.OK, result.output
+    assert result.return_value == exit_codes.OK, result.output
     assert "holds: there are 2 | more" in result.output and "2.0 (1.0 to 4.0)" in result.output
     (found,) = record.read_all(tmp_path)
     assert found.rows == count(False) and found.command == "hora claims master" and not found.quick
@@ -60,7 +60,7 @@ def test_a_claim_is_measured_judged_drawn_and_recorded(tmp_path: pathlib.Path) -
 
 @pytest.mark.usefixtures("only")
 def test_a_quick_one_is_kept_apart_and_says_so(tmp_path: pathlib.Path) -> None:
-    assert call("master", "--into", tmp_path).return_value == codes.OK
+    assert call("master", "--into", tmp_path).return_value == exit_codes.OK
     result = call("master", "--quick", "--into", tmp_path)
     assert "only if there are 1 | more" in result.output
     assert sorted(one.quick for one in record.read_all(tmp_path)) == [False, True]
@@ -80,7 +80,7 @@ def test_redraw_judges_what_was_recorded_and_measures_nothing(
 
     monkeypatch.setattr(catalogue, "find", lambda name: claim(measure=refuse))
     result = call("--redraw", "--into", tmp_path)
-    assert result.return_value == codes.OK and "holds: there are 2" in result.output and picture.exists()
+    assert result.return_value == exit_codes.OK and "holds: there are 2" in result.output and picture.exists()
 
 
 @pytest.mark.usefixtures("only")
@@ -88,7 +88,7 @@ def test_the_page_shows_full_records_only_and_keeps_its_table_whole(tmp_path: pa
     call("master", "--into", tmp_path / "claims")
     call("master", "--quick", "--into", tmp_path / "claims")
     path = tmp_path / "CLAIMS.md"
-    assert call("--into", tmp_path / "claims", "--page", path).return_value == codes.OK
+    assert call("--into", tmp_path / "claims", "--page", path).return_value == exit_codes.OK
     text = path.read_text()
     assert "**holds**: there are 2 \\| more" in text and "--quick`" not in text.split("## master")[1]
     (picture,) = [one for one in (tmp_path / "claims").glob("*.png") if "quick" not in one.name]
@@ -101,7 +101,7 @@ def test_what_cannot_be_measured_here_says_why_and_the_others_go_on(
     those = {"master": claim(obstacle=lambda quick: "not root; run it as root"), "servers": claim(name="servers")}
     monkeypatch.setattr(catalogue, "find", lambda name: those[name])
     result = call("master", "servers", "--into", tmp_path)
-    assert result.return_value == codes.SCRIPT_FAILED
+    assert result.return_value == exit_codes.SCRIPT_FAILED
     assert "master could not be measured: not root; run it as root" in result.output
     assert [one.claim for one in record.read_all(tmp_path)] == ["servers"]
 
@@ -115,7 +115,7 @@ def test_a_defect_of_one_claim_does_not_stop_the_others(
     those = {"master": claim(measure=slip), "servers": claim(name="servers")}
     monkeypatch.setattr(catalogue, "find", lambda name: those[name])
     result = call("master", "servers", "--into", tmp_path)
-    assert result.return_value == codes.SCRIPT_FAILED and "KeyError: 'missing'" in result.output
+    assert result.return_value == exit_codes.SCRIPT_FAILED and "KeyError: 'missing'" in result.output
     assert [one.claim for one in record.read_all(tmp_path)] == ["servers"]
 
 

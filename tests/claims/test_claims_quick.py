@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from hora.bench import links
-from hora.claims import record
-from hora.claims.claim import Row
-from hora.launch import codes
+from hora.launch import exit_codes
+from hora_benchmarks.bench import links
+from hora_benchmarks.claims import record
+from hora_benchmarks.claims.claim import Row
 
 LIMIT_S = 280
 GUESSING = 10.0  # per cent of ten classes
@@ -19,9 +19,9 @@ GUESSING = 10.0  # per cent of ten classes
 
 def quick(name: str, into: pathlib.Path) -> list[Row]:
     """The rows of its record; its figure is there too."""
-    command = [sys.executable, "-m", "hora.launch.cli", "claims", name, "--quick", "--into", str(into)]
+    command = [sys.executable, "-m", "hora.cli.main", "claims", name, "--quick", "--into", str(into)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
-    assert done.returncode == codes.OK, done.stderr
+    assert done.returncode == exit_codes.OK, done.stderr
     (found,) = record.read_all(into)
     assert found.quick and (into / f"{found.stem}.png").is_file()
     return list(found.rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hora.collectives import Group
-from hora.collectives.auto import FIXED, Table
+from hora.collectives.auto import FIXED, AlgorithmTable
 from ranks import run
 
 
@@ -14,7 +14,7 @@ def test_ranks_that_share_memory_use_it_at_every_size() -> None:
         group.all_reduce(torch.ones(3))
         return group.auto_table
 
-    assert run(2, work, "shm") == [Table(((0, "shared"),))] * 2
+    assert run(2, work, "shm") == [AlgorithmTable(((0, "shared"),))] * 2
 
 
 def test_elsewhere_rank_0_measures_and_all_ranks_hold_its_table() -> None:
@@ -33,11 +33,11 @@ def test_deterministic_takes_fixed_thresholds() -> None:
         group.all_reduce(torch.ones(3))
         return group.auto_table
 
-    assert run(2, work, "tcp", deterministic=True) == [Table(FIXED)] * 2
+    assert run(2, work, "tcp", deterministic=True) == [AlgorithmTable(FIXED)] * 2
 
 
 def test_the_first_row_whose_limit_is_not_passed_is_chosen() -> None:
-    table = Table(((100, "tree"), (1000, "halving"), (0, "ring")))
+    table = AlgorithmTable(((100, "tree"), (1000, "halving"), (0, "ring")))
     assert [table.choose(n) for n in (0, 100, 101, 1000, 1001, 10**9)] == [
         "tree", "tree", "halving", "halving", "ring", "ring",
     ]  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hora.collectives import Group
-from hora.collectives.auto import FIXED, Table
+from hora.collectives.auto import FIXED, AlgorithmTable
 from hora.collectives.hierarchy import STREAM_BYTES
 from hora.collectives.reduction import Operation
 from hora.errors import HoraError, Mismatch, PeerLost, Timeout
@@ -182,7 +182,7 @@ def test_deterministic_leaders_take_fixed_thresholds() -> None:
         leaders = group._hierarchy.leaders
         return None if leaders is None else leaders.auto_table
 
-    fixed = Table(FIXED)
+    fixed = AlgorithmTable(FIXED)
     assert run(4, work, "auto", hosts=LAYOUTS["3+1"], deterministic=True) == [fixed, None, None, fixed]
 
 

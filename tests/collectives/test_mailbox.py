@@ -11,12 +11,12 @@ import torch
 
 import ranks
 from hora.collectives import Group
-from hora.collectives.mailbox import Form, Mailbox
+from hora.collectives.mailbox import SharedReduction, VectorLayout
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def forms_of(size: int, dtype: torch.dtype, seed: int, count: int) -> list[Form]:
+def forms_of(size: int, dtype: torch.dtype, seed: int, count: int) -> list[VectorLayout]:
     """Lanes in any order, several of one owner, some owners without any."""
     generator = random.Random(seed)
     forms = []
@@ -26,17 +26,17 @@ def forms_of(size: int, dtype: torch.dtype, seed: int, count: int) -> list[Form]
             length = generator.choice([1, 7, 64, 1000])
             lanes.append((generator.randrange(size), at, length))
             at += length
-        forms.append(Form(dtype, at, tuple(lanes)))
+        forms.append(VectorLayout(dtype, at, tuple(lanes)))
     return forms
 
 
-def values(form: Form, rank: int, turn: int, number: int) -> torch.Tensor:
+def values(form: VectorLayout, rank: int, turn: int, number: int) -> torch.Tensor:
     """Small integers: sums are exact in any order and precision."""
     generator = torch.Generator().manual_seed(1000 * turn + 10 * number + rank)
     return torch.randint(-3, 4, (form.numel,), generator=generator).to(form.dtype)
 
 
-def cut(form: Form, flat: torch.Tensor) -> list[torch.Tensor]:
+def cut(form: VectorLayout, flat: torch.Tensor) -> list[torch.Tensor]:
     return [flat[at : at + length] for _, at, length in form.lanes]
 
 
@@ -53,7 +53,7 @@ def test_sums_are_exact(size: int, dtype: torch.dtype, keep: bool) -> None:
     forms = forms_of(size, dtype, seed=size, count=6)
 
     def check(group: Group) -> None:
-        box = Mailbox(group, forms, keep)
+        box = SharedReduction(group, forms, keep)
         for turn in range(3):
             mine = [values(form, group.rank, turn, number) for number, form in enumerate(forms)]
 
@@ -82,11 +82,11 @@ def test_sums_are_exact(size: int, dtype: torch.dtype, keep: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_rank_counts_by_its_own_scale(transport: str, dtype: torch.dtype) -> None:
     """Scales that are powers of two, so that all stays exact."""
-    form = Form(dtype, 300, ((0, 0, 100), (2, 100, 150), (1, 250, 50)))
+    form = VectorLayout(dtype, 300, ((0, 0, 100), (2, 100, 150), (1, 250, 50)))
     scales = [0.25, 0.5, 0.0, 1.0]
 
     def check(group: Group) -> None:
-        box = Mailbox(group, [form], True)
+        box = SharedReduction(group, [form], True)
         mine = values(form, group.rank, 0, 0) * 4
 
         def work() -> None:
@@ -102,10 +102,10 @@ def test_every_rank_counts_by_its_own_scale(transport: str, dtype: torch.dtype) 
 
 def test_half_precision_is_rounded_once() -> None:
     """1 + 2^-8 · 3 in bfloat16: added one by one each would be rounded away."""
-    form = Form(torch.bfloat16, 4, ((0, 0, 4),))
+    form = VectorLayout(torch.bfloat16, 4, ((0, 0, 4),))
 
     def check(group: Group) -> None:
-        box = Mailbox(group, [form], True)
+        box = SharedReduction(group, [form], True)
         mine = torch.full((4,), 1.0 if group.rank == 0 else 2.0**-8).bfloat16()
 
         def work() -> None:
@@ -123,7 +123,7 @@ def test_forms_may_be_posted_in_any_common_order_and_not_all(keep: bool) -> None
     forms = forms_of(3, torch.float32, seed=9, count=5)
 
     def check(group: Group) -> None:
-        box = Mailbox(group, forms, keep)
+        box = SharedReduction(group, forms, keep)
         for turn, order in enumerate([[4, 0, 2], [1, 3], [0, 1, 2, 3, 4]]):
             mine = {number: values(forms[number], group.rank, turn, number) for number in order}
 
@@ -150,10 +150,10 @@ def test_forms_may_be_posted_in_any_common_order_and_not_all(keep: bool) -> None
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_the_owner_finds_who_sent_what_is_not_finite(dtype: torch.dtype, keep: bool, culprit: int) -> None:
-    form = Form(dtype, 90, ((0, 0, 30), (1, 30, 30), (2, 60, 30)))
+    form = VectorLayout(dtype, 90, ((0, 0, 30), (1, 30, 30), (2, 60, 30)))
 
     def check(group: Group) -> list[tuple[int, int, list[int]]]:
-        box = Mailbox(group, [form, form], keep)
+        box = SharedReduction(group, [form, form], keep)
         mine = [torch.ones(90, dtype=dtype) for _ in range(2)]
         if group.rank == culprit:
             mine[1][35] = float("nan")  # in lane 1, which rank 1 owns

@@ -11,24 +11,24 @@ from typing import Any
 import pytest
 
 from hora.coordinator import LocalHub, Member
-from hora.coordinator.book import Book, Cut, Ranges, describe
-from hora.coordinator.messages import Grant, TakeBlock
+from hora.coordinator.lease_manager import EpochCut, IntervalSet, LeaseManager, describe
+from hora.coordinator.messages import BlockGrant, TakeBlock
 from hora.errors import HoraError
 
 KEY = (0, 0)
 
 
-def cut(num_blocks: int, size: int = 10) -> Cut:
-    return Cut(num_blocks * size, size, num_blocks)
+def cut(num_blocks: int, size: int = 10) -> EpochCut:
+    return EpochCut(num_blocks * size, size, num_blocks)
 
 
-def block(grant: Grant) -> tuple[int, int]:
+def block(grant: BlockGrant) -> tuple[int, int]:
     assert grant.kind == "block", grant
     return grant.epoch, grant.block
 
 
 def test_blocks_come_in_order_and_each_once() -> None:
-    book = Book()
+    book = LeaseManager()
     taken = []
     for holder in (0, 1, 1, 0):
         grant = book.take(0, KEY, cut(4), holder, done=[(0, 0, b) for h, b in taken if h == holder])
@@ -37,7 +37,7 @@ def test_blocks_come_in_order_and_each_once() -> None:
 
 
 def test_the_epoch_ends_at_once_while_others_are_at_work_and_later_ones_get_what_they_leave() -> None:
-    book = Book()
+    book = LeaseManager()
     assert block(book.take(0, KEY, cut(2), 0, last=False)) == (0, 0)
     assert block(book.take(0, KEY, cut(2), 1, last=False)) == (0, 1)
     assert book.take(0, KEY, cut(2), 1, done=[(0, 0, 1)], last=False).kind == "end"
@@ -50,7 +50,7 @@ def test_the_epoch_ends_at_once_while_others_are_at_work_and_later_ones_get_what
 
 
 def test_in_the_last_epoch_one_waits_for_what_others_hold_also_in_earlier_ones() -> None:
-    book = Book()
+    book = LeaseManager()
     book.take(0, KEY, cut(2), 0, last=False)
     book.take(0, KEY, cut(2), 1, last=False)
     assert book.take(0, KEY, cut(2), 1, done=[(0, 0, 1)], last=False).kind == "end"
@@ -62,7 +62,7 @@ def test_in_the_last_epoch_one_waits_for_what_others_hold_also_in_earlier_ones()
 
 
 def test_what_is_taken_but_not_begun_goes_to_whoever_has_nothing_left() -> None:
-    book = Book()
+    book = LeaseManager()
     for _ in range(4):
         book.take(0, KEY, cut(4), 0, ahead=True)
     assert book.begin(0, KEY, 0, 0)
@@ -77,7 +77,7 @@ def test_what_is_taken_but_not_begun_goes_to_whoever_has_nothing_left() -> None:
 
 
 def test_a_worker_that_prefetches_takes_over_no_more_than_it_leaves() -> None:
-    book = Book()
+    book = LeaseManager()
     for _ in range(4):
         book.take(0, KEY, cut(4), 0, ahead=True)
     got = [book.take(0, KEY, cut(4), 1, ahead=True).kind for _ in range(4)]
@@ -85,7 +85,7 @@ def test_a_worker_that_prefetches_takes_over_no_more_than_it_leaves() -> None:
 
 
 def test_a_block_taken_over_is_not_taken_back() -> None:
-    book = Book()
+    book = LeaseManager()
     book.take(0, KEY, cut(1), 0, ahead=True)
     assert book.take(0, KEY, cut(1), 1, ahead=True).kind == "block"
     assert book.take(0, KEY, cut(1), 0).kind == "wait"
@@ -93,7 +93,7 @@ def test_a_block_taken_over_is_not_taken_back() -> None:
 
 
 def test_what_nobody_holds_is_not_done_by_saying_so() -> None:
-    book = Book()
+    book = LeaseManager()
     book.take(0, KEY, cut(3), 0)
     book.done(0, 1, [(0, 0, 0), (0, 0, 2), (7, 0, 0)])
     book.release(0, 0)
@@ -103,24 +103,24 @@ def test_what_nobody_holds_is_not_done_by_saying_so() -> None:
 
 
 def test_workers_that_cut_an_epoch_differently_are_both_named() -> None:
-    book = Book()
+    book = LeaseManager()
     book.take(0, (3, 0), cut(25), 0)
     with pytest.raises(
         ValueError, match=r"rank 1 cuts epoch 3 into 20 blocks .* rank 0 into 25 blocks .* same dataset\?"
     ):
         book.take(0, (3, 0), cut(20), 1)
     with pytest.raises(ValueError, match=r"249 samples.*250 samples"):
-        book.take(0, (3, 0), Cut(249, 10, 25), 1)
+        book.take(0, (3, 0), EpochCut(249, 10, 25), 1)
 
 
-@pytest.mark.parametrize("bad", [Cut(10, 0, 1), Cut(10, 5, 3), Cut(-1, 5, 0), Cut(0, 5, 1)])
-def test_a_cut_that_cannot_be_is_refused(bad: Cut) -> None:
+@pytest.mark.parametrize("bad", [EpochCut(10, 0, 1), EpochCut(10, 5, 3), EpochCut(-1, 5, 0), EpochCut(0, 5, 1)])
+def test_a_cut_that_cannot_be_is_refused(bad: EpochCut) -> None:
     with pytest.raises(ValueError, match="cannot be cut"):
-        Book().take(0, KEY, bad, 0)
+        LeaseManager().take(0, KEY, bad, 0)
 
 
 def test_a_restored_run_founds_its_ledger_with_what_is_done() -> None:
-    book = Book()
+    book = LeaseManager()
     before = [(1, [(0, 2), (3, 4)]), (2, [(0, 1), (2, 3)]), (3, [(0, 1)])]
     first = block(book.take(0, (2, 0), cut(4), 0, before=before))
     assert first == (1, 2)
@@ -128,11 +128,11 @@ def test_a_restored_run_founds_its_ledger_with_what_is_done() -> None:
     assert rest == [(2, 1), (2, 3)]
     assert book.account(0)["open"][-1]["done"] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match="has only 4 blocks"):
-        Book().take(0, KEY, cut(4), 0, before=[(0, [(3, 5)])])
+        LeaseManager().take(0, KEY, cut(4), 0, before=[(0, [(3, 5)])])
 
 
 def test_an_epoch_that_is_over_is_not_begun_again_by_a_latecomer() -> None:
-    book = Book()
+    book = LeaseManager()
     for number in range(2):
         book.take(0, KEY, cut(2), 0, done=[(0, 0, number - 1)])
     book.done(0, 0, [(0, 0, 1)])
@@ -142,7 +142,7 @@ def test_an_epoch_that_is_over_is_not_begun_again_by_a_latecomer() -> None:
 
 
 def test_an_epoch_that_all_have_left_is_over_once_they_are_in_the_next() -> None:
-    book = Book()
+    book = LeaseManager()
     for rank in (0, 1):
         book.take(0, KEY, cut(9), rank, last=False)
     book.release(0, 0)
@@ -154,7 +154,7 @@ def test_an_epoch_that_all_have_left_is_over_once_they_are_in_the_next() -> None
 
 
 def test_a_second_phase_over_the_same_loader_is_lent_in_full() -> None:
-    book = Book()
+    book = LeaseManager()
     lent = []
     for phase in range(3):
         for epoch in range(3):
@@ -170,7 +170,7 @@ def test_a_second_phase_over_the_same_loader_is_lent_in_full() -> None:
 
 
 def test_what_the_first_phase_owes_is_done_in_the_second_and_not_the_other_way_round() -> None:
-    book = Book()
+    book = LeaseManager()
     book.take(0, (5, 0), cut(2), 0, last=False)
     book.take(0, (5, 0), cut(2), 1, last=False)
     assert book.take(0, (5, 0), cut(2), 1, done=[(5, 0, 1)], last=False).kind == "end"
@@ -185,7 +185,7 @@ def test_what_the_first_phase_owes_is_done_in_the_second_and_not_the_other_way_r
 
 
 def test_no_samples_are_an_epoch_without_blocks() -> None:
-    assert Book().take(0, KEY, Cut(0, 5, 0), 0).kind == "end"
+    assert LeaseManager().take(0, KEY, EpochCut(0, 5, 0), 0).kind == "end"
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -211,7 +211,7 @@ class Player:
 
 
 def play(draw: random.Random, deaths: bool) -> None:
-    book = Book()
+    book = LeaseManager()
     epochs, blocks = draw.randrange(1, 4), draw.randrange(0, 25)
     size = draw.randrange(1, 6)
     players = [Player(rank, draw.choice([0, 0, 1, 3]), draw.choice([0.05, 0.3, 1.0])) for rank in range(size)]
@@ -242,7 +242,13 @@ def play(draw: random.Random, deaths: bool) -> None:
 
 
 def turn(
-    book: Book, player: Player, epochs: int, how: Cut, draw: random.Random, done: Counter[Any], working: dict[Any, int]
+    book: LeaseManager,
+    player: Player,
+    epochs: int,
+    how: EpochCut,
+    draw: random.Random,
+    done: Counter[Any],
+    working: dict[Any, int],
 ) -> None:
     if player.current is not None:  # the step is over
         assert working.pop(player.current) == player.rank
@@ -251,7 +257,7 @@ def turn(
         player.current = None
         return
 
-    def ask(ahead: bool) -> Grant:
+    def ask(ahead: bool) -> BlockGrant:
         last = player.epoch == epochs - 1
         grant = book.take(0, (player.epoch, 0), how, player.rank, done=player.unsaid, ahead=ahead, last=last)
         player.unsaid = []
@@ -280,7 +286,7 @@ def turn(
 
 
 def test_memory_stays_flat_over_ten_thousand_epochs() -> None:
-    book = Book()
+    book = LeaseManager()
 
     def size() -> int:
         known = book._loaders[0]
@@ -297,7 +303,7 @@ def test_memory_stays_flat_over_ten_thousand_epochs() -> None:
 
 
 def test_memory_grows_with_leases_and_not_with_blocks() -> None:
-    book = Book()
+    book = LeaseManager()
     said: list[tuple[int, int, int]] = []
     for _ in range(1000):
         grant = book.take(0, KEY, cut(10**9), 0, done=said)
@@ -311,19 +317,19 @@ def test_ranges_are_sets_of_numbers() -> None:
     draw = random.Random(5)
     for _ in range(50):
         numbers = [draw.randrange(30) for _ in range(draw.randrange(25))]
-        ranges = Ranges()
+        ranges = IntervalSet()
         for number in numbers:
             ranges.add(number)
         assert [n for start, end in ranges for n in range(start, end)] == sorted(set(numbers))
         assert [n for n in range(30) if n in ranges] == sorted(set(numbers))
-        assert list(ranges) == list(Ranges((n, n + 1) for n in numbers)) and ranges.count() == len(set(numbers))
+        assert list(ranges) == list(IntervalSet((n, n + 1) for n in numbers)) and ranges.count() == len(set(numbers))
 
 
 def test_the_views_are_readable() -> None:
-    book = Book()
+    book = LeaseManager()
     assert describe(book.views()).startswith("no samples are lent")
     for rank in (0, 1, 0):
-        book.take(0, KEY, Cut(55, 10, 6), rank, done=[(0, 0, 0)] if rank == 0 else [], ahead=rank == 1)
+        book.take(0, KEY, EpochCut(55, 10, 6), rank, done=[(0, 0, 0)] if rank == 0 else [], ahead=rank == 1)
     assert describe(book.views()) == (
         "loader 0, epoch 0: 1 of 6 blocks done, 2 leased, 3 pending; 10 of 55 samples done\n"
         "  #10...\n"
@@ -336,7 +342,7 @@ def test_the_views_are_readable() -> None:
 
 
 def test_views_name_what_earlier_epochs_still_owe() -> None:
-    book = Book()
+    book = LeaseManager()
     book.take(0, KEY, cut(2), 0, last=False)
     book.take(0, KEY, cut(2), 1, last=False)
     book.take(0, KEY, cut(2), 1, done=[(0, 0, 1)], last=False)
@@ -367,5 +373,5 @@ def test_the_coordinator_gives_a_dead_workers_blocks_out_again_and_lends_to_work
 
 
 def test_the_book_needs_no_torch() -> None:
-    code = "import sys, hora.coordinator.book; sys.exit('torch' in sys.modules)"
+    code = "import sys, hora.coordinator.lease_manager; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

@@ -6,19 +6,19 @@ import random
 
 import pytest
 
-from hora.coordinator import Coordinator, Event, LocalHub, Member
+from hora.coordinator import Coordinator, CoordinatorEvent, LocalHub, Member
 from hora.coordinator.messages import (
     AnyRequest,
+    CoordinatorReply,
     Fail,
     Get,
     Join,
     Lease,
     Leave,
+    ListMembers,
     Put,
     Release,
-    Reply,
     Reserve,
-    Roll,
     Stop,
     Tell,
 )
@@ -45,12 +45,12 @@ def heard(out: Out) -> set[tuple[int, str, str]]:
     return {
         (to, said.kind, f"{said.member.role} {said.member.rank}" if said.member else "")
         for to, said in out
-        if isinstance(said, Event)
+        if isinstance(said, CoordinatorEvent)
     }
 
 
-def reply(out: Out, connection: int) -> Reply:
-    (found,) = [said for to, said in out if to == connection and isinstance(said, Reply)]
+def reply(out: Out, connection: int) -> CoordinatorReply:
+    (found,) = [said for to, said in out if to == connection and isinstance(said, CoordinatorReply)]
     return found
 
 
@@ -218,7 +218,7 @@ def test_nobody_hears_of_a_visitor_and_it_hears_of_nothing() -> None:
     coordinator.disconnected(50, 0.0)
     assert coordinator.tick(9.0) == [] and coordinator.generation == 2
     coordinator.handle(51, Leave(id=1), 0.0)
-    assert reply(coordinator.handle(51, Roll(id=1), 0.0), 51).error == "join first"
+    assert reply(coordinator.handle(51, ListMembers(id=1), 0.0), 51).error == "join first"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,9 @@ def test_a_visitor_may_read_what_members_have_put() -> None:
     assert coordinator.handle(50, Get(id=4, key="k"), 0.0) == []
     out = coordinator.handle(0, Put(id=1, key="k", value=b"v"), 0.0)
     assert reply(out, 50).value == b"v"
-    assert [(m.role, m.rank) for m in reply(coordinator.handle(50, Roll(id=5), 0.0), 50).members] == [("worker", 0)]
+    assert [(m.role, m.rank) for m in reply(coordinator.handle(50, ListMembers(id=5), 0.0), 50).members] == [
+        ("worker", 0)
+    ]
     assert "joined already" in reply(coordinator.handle(50, joining("worker", 0), 0.0), 50).error
 
 
@@ -271,7 +273,7 @@ def test_a_predictor_hears_of_workers_and_nobody_hears_of_its_end() -> None:
     assert coordinator.generation == 1
     coordinator.handle(71, joining("predictor", 0), 0.0)
     assert (71, "left", "worker 1") in heard(coordinator.handle(1, Leave(id=1), 0.0))
-    assert coordinator.handle(71, Leave(id=3), 0.0) == [(71, Reply(id=3))]
+    assert coordinator.handle(71, Leave(id=3), 0.0) == [(71, CoordinatorReply(id=3))]
 
 
 def test_a_predictor_that_dies_before_the_run_has_formed_holds_nobody_up() -> None:

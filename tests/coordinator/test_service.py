@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from hora.collectives import Group
-from hora.coordinator import Client, Event, Member, Service
+from hora.coordinator import CoordinatorClient, CoordinatorEvent, CoordinatorService, Member
 from hora.coordinator.client import PURPOSE, dial
-from hora.coordinator.messages import MAX_FRAME_BYTES, Frames, Join, decode_answer, frame
+from hora.coordinator.messages import MAX_FRAME_BYTES, FrameReader, Join, decode_answer, frame
 from hora.errors import HoraError, Timeout, Unauthorized
 from hora.world import World
 
@@ -26,11 +26,11 @@ TOKEN = b"s" * 32
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[int], Service]]:
-    started: list[Service] = []
+def serve() -> Iterator[Callable[[int], CoordinatorService]]:
+    started: list[CoordinatorService] = []
 
-    def start(size: int) -> Service:
-        service = Service(TOKEN, size)
+    def start(size: int) -> CoordinatorService:
+        service = CoordinatorService(TOKEN, size)
         service.start()
         started.append(service)
         return service
@@ -43,25 +43,25 @@ def serve() -> Iterator[Callable[[int], Service]]:
 class Line:
     """A client that has joined, and what it heard."""
 
-    def __init__(self, service: Service, rank: int) -> None:
-        self.client = Client(service.address, TOKEN, 10.0)
-        self.heard: list[Event] = []
+    def __init__(self, service: CoordinatorService, rank: int) -> None:
+        self.client = CoordinatorClient(service.address, TOKEN, 10.0)
+        self.heard: list[CoordinatorEvent] = []
         self._news = threading.Condition()
         self.client.listen(self._hear)
         self.member = Member("worker", rank, "test", os.getpid())
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event: CoordinatorEvent) -> None:
         with self._news:
             self.heard.append(event)
             self._news.notify_all()
 
-    def await_event(self, kind: str, count: int = 1) -> Event:
+    def await_event(self, kind: str, count: int = 1) -> CoordinatorEvent:
         with self._news:
             assert self._news.wait_for(lambda: len([e for e in self.heard if e.kind == kind]) >= count, 10.0), kind
             return [e for e in self.heard if e.kind == kind][count - 1]
 
 
-def lines(service: Service, size: int) -> list[Line]:
+def lines(service: CoordinatorService, size: int) -> list[Line]:
     """`size` clients that have joined, in order of rank."""
     made = [Line(service, rank) for rank in range(size)]
     threads = [threading.Thread(target=line.client.join, args=(line.member, "", 10.0)) for line in made]
@@ -73,7 +73,7 @@ def lines(service: Service, size: int) -> list[Line]:
     return made
 
 
-def raw(service: Service, member: Member | None = None) -> socket.socket:
+def raw(service: CoordinatorService, member: Member | None = None) -> socket.socket:
     """An authenticated connection without a client behind it; as `member` it has asked to join."""
     sock = dial(service.address, TOKEN, PURPOSE, 5.0)
     if member is not None:
@@ -101,7 +101,7 @@ def eventually(holds: Callable[[], bool], patience_s: float = 10.0) -> bool:
     return holds()
 
 
-def test_members_meet_share_values_and_lend_names(serve: Callable[[int], Service]) -> None:
+def test_members_meet_share_values_and_lend_names(serve: Callable[[int], CoordinatorService]) -> None:
     service = serve(2)
     zero, one = lines(service, 2)
     with pytest.raises(Timeout, match="'k'"):
@@ -120,7 +120,7 @@ def test_members_meet_share_values_and_lend_names(serve: Callable[[int], Service
     assert zero.await_event("left").member == one.member
 
 
-def test_a_get_that_waits_is_answered_by_a_later_put(serve: Callable[[int], Service]) -> None:
+def test_a_get_that_waits_is_answered_by_a_later_put(serve: Callable[[int], CoordinatorService]) -> None:
     zero, one = lines(serve(2), 2)
     found: list[bytes] = []
     waiter = threading.Thread(target=lambda: found.append(zero.client.get("later", 10.0)))
@@ -131,25 +131,27 @@ def test_a_get_that_waits_is_answered_by_a_later_put(serve: Callable[[int], Serv
     assert found == [b"came"]
 
 
-def test_a_client_with_another_token_is_refused(serve: Callable[[int], Service]) -> None:
+def test_a_client_with_another_token_is_refused(serve: Callable[[int], CoordinatorService]) -> None:
     with pytest.raises(Unauthorized):
-        Client(serve(1).address, b"x" * 32, 5.0)
+        CoordinatorClient(serve(1).address, b"x" * 32, 5.0)
 
 
-def test_a_refused_join_says_why(serve: Callable[[int], Service]) -> None:
+def test_a_refused_join_says_why(serve: Callable[[int], CoordinatorService]) -> None:
     line = Line(serve(2), 7)
     with pytest.raises(HoraError, match="0 to 1"):
         line.client.join(line.member, timeout_s=5.0)
 
 
-def test_a_member_that_dies_without_a_word_is_reported_dead(serve: Callable[[int], Service]) -> None:
+def test_a_member_that_dies_without_a_word_is_reported_dead(serve: Callable[[int], CoordinatorService]) -> None:
     zero, one = lines(serve(2), 2)
     one.client.close()
     died = zero.await_event("died")
     assert died.member == one.member and died.text == "its connection broke"
 
 
-def test_a_reported_death_reaches_the_others_before_the_connection_breaks(serve: Callable[[int], Service]) -> None:
+def test_a_reported_death_reaches_the_others_before_the_connection_breaks(
+    serve: Callable[[int], CoordinatorService],
+) -> None:
     service = serve(3)
     zero, one, two = lines(service, 3)
     service.report_death(1, "killed by SIGKILL")
@@ -159,10 +161,12 @@ def test_a_reported_death_reaches_the_others_before_the_connection_breaks(serve:
     assert [event.text for event in zero.heard if event.kind == "died"] == ["killed by SIGKILL"]
 
 
-def test_a_death_before_anybody_listens_is_heard_by_the_first_who_does(serve: Callable[[int], Service]) -> None:
+def test_a_death_before_anybody_listens_is_heard_by_the_first_who_does(
+    serve: Callable[[int], CoordinatorService],
+) -> None:
     service = serve(2)
     joined = raw(service, Member("worker", 1, "test", 1))
-    client = Client(service.address, TOKEN, 10.0)
+    client = CoordinatorClient(service.address, TOKEN, 10.0)
     client.join(Member("worker", 0, "test", os.getpid()), timeout_s=10.0)
     service.report_death(1, "killed")
     client.put("k", b"")  # its answer comes after the event
@@ -173,7 +177,9 @@ def test_a_death_before_anybody_listens_is_heard_by_the_first_who_does(serve: Ca
     joined.close()
 
 
-def test_a_reported_end_is_told_as_left_and_a_bad_end_after_it_as_died(serve: Callable[[int], Service]) -> None:
+def test_a_reported_end_is_told_as_left_and_a_bad_end_after_it_as_died(
+    serve: Callable[[int], CoordinatorService],
+) -> None:
     service = serve(2)
     zero, _ = lines(service, 2)
     service.report_exit(1)
@@ -182,7 +188,9 @@ def test_a_reported_end_is_told_as_left_and_a_bad_end_after_it_as_died(serve: Ca
     assert zero.await_event("died").text == "exit code 3"
 
 
-def test_a_death_before_all_have_joined_ends_the_wait_of_those_who_have(serve: Callable[[int], Service]) -> None:
+def test_a_death_before_all_have_joined_ends_the_wait_of_those_who_have(
+    serve: Callable[[int], CoordinatorService],
+) -> None:
     service = serve(2)
     line = Line(service, 0)
     threading.Timer(0.1, service.report_death, (1, "ModuleNotFoundError")).start()
@@ -190,7 +198,7 @@ def test_a_death_before_all_have_joined_ends_the_wait_of_those_who_have(serve: C
         line.client.join(line.member, timeout_s=10.0)
 
 
-def test_the_line_that_breaks_ends_every_wait_and_says_so_once(serve: Callable[[int], Service]) -> None:
+def test_the_line_that_breaks_ends_every_wait_and_says_so_once(serve: Callable[[int], CoordinatorService]) -> None:
     service = serve(1)
     (line,) = lines(service, 1)
     lost: list[str] = []
@@ -203,7 +211,9 @@ def test_the_line_that_breaks_ends_every_wait_and_says_so_once(serve: Callable[[
         line.client.put("k", b"")
 
 
-def test_a_member_that_does_not_read_is_dropped_and_the_others_go_on(serve: Callable[[int], Service]) -> None:
+def test_a_member_that_does_not_read_is_dropped_and_the_others_go_on(
+    serve: Callable[[int], CoordinatorService],
+) -> None:
     service = serve(3)
     deaf = raw(service, Member("worker", 2, "test", 1))
     zero, one = lines(service, 2)
@@ -217,7 +227,9 @@ def test_a_member_that_does_not_read_is_dropped_and_the_others_go_on(serve: Call
     deaf.close()
 
 
-def test_a_member_dropped_while_it_speaks_does_not_take_the_service_down(serve: Callable[[int], Service]) -> None:
+def test_a_member_dropped_while_it_speaks_does_not_take_the_service_down(
+    serve: Callable[[int], CoordinatorService],
+) -> None:
     service = serve(2)
     deaf = raw(service, Member("worker", 1, "test", 1))
     (zero,) = lines(service, 1)
@@ -255,7 +267,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_nonsense_drops_only_the_connection_it_came_on(serve: Callable[[int], Service], what: str) -> None:
+def test_nonsense_drops_only_the_connection_it_came_on(serve: Callable[[int], CoordinatorService], what: str) -> None:
     service = serve(2)
     zero, one = lines(service, 2)
     sock = raw(service)
@@ -267,7 +279,7 @@ def test_nonsense_drops_only_the_connection_it_came_on(serve: Callable[[int], Se
     assert not [event for event in zero.heard if event.kind == "died"]
 
 
-def test_a_member_that_talks_nonsense_is_dead_to_the_others(serve: Callable[[int], Service]) -> None:
+def test_a_member_that_talks_nonsense_is_dead_to_the_others(serve: Callable[[int], CoordinatorService]) -> None:
     service = serve(2)
     sock = raw(service, Member("worker", 1, "test", 1))
     (zero,) = lines(service, 1)
@@ -276,7 +288,7 @@ def test_a_member_that_talks_nonsense_is_dead_to_the_others(serve: Callable[[int
     sock.close()
 
 
-def test_seeded_nonsense_never_stops_the_service(serve: Callable[[int], Service]) -> None:
+def test_seeded_nonsense_never_stops_the_service(serve: Callable[[int], CoordinatorService]) -> None:
     service = serve(2)
     zero, one = lines(service, 2)
     chance = random.Random(7)
@@ -294,7 +306,7 @@ def test_seeded_nonsense_never_stops_the_service(serve: Callable[[int], Service]
     assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
 
 
-def test_a_frame_announced_and_never_sent_takes_no_memory(serve: Callable[[int], Service]) -> None:
+def test_a_frame_announced_and_never_sent_takes_no_memory(serve: Callable[[int], CoordinatorService]) -> None:
     service = serve(1)
     (zero,) = lines(service, 1)
     sock = raw(service)
@@ -306,7 +318,7 @@ def test_a_frame_announced_and_never_sent_takes_no_memory(serve: Callable[[int],
 
 def test_a_stream_is_cut_into_frames_wherever_it_is_split() -> None:
     messages = [frame(Join(id=i, member=Member("worker", i, "h" * i, i))) for i in range(20)]
-    stream, chance, frames, bodies = b"".join(messages), random.Random(3), Frames(), []
+    stream, chance, frames, bodies = b"".join(messages), random.Random(3), FrameReader(), []
     while stream:
         count = chance.randint(1, 40)
         bodies += frames.feed(stream[:count])
@@ -321,7 +333,7 @@ def test_an_answer_too_large_for_a_frame_is_our_mistake() -> None:
         decode_answer(b"\x80")
 
 
-def test_close_leaves_no_port_thread_or_descriptor(serve: Callable[[int], Service]) -> None:
+def test_close_leaves_no_port_thread_or_descriptor(serve: Callable[[int], CoordinatorService]) -> None:
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     service = serve(2)
     made = lines(service, 2)
@@ -335,7 +347,7 @@ def test_close_leaves_no_port_thread_or_descriptor(serve: Callable[[int], Servic
 
 
 def test_a_connection_that_proves_its_token_while_the_service_closes_is_closed(
-    serve: Callable[[int], Service],
+    serve: Callable[[int], CoordinatorService],
 ) -> None:
     service = serve(1)
     service.close()
@@ -347,7 +359,7 @@ def test_a_connection_that_proves_its_token_while_the_service_closes_is_closed(
 
 @pytest.mark.parametrize(("transport", "algorithm"), [("tcp", "ring"), ("shm", "shared"), ("shm", "ring")])
 def test_no_tensor_bytes_pass_through_the_coordinator(
-    serve: Callable[[int], Service], transport: str, algorithm: str
+    serve: Callable[[int], CoordinatorService], transport: str, algorithm: str
 ) -> None:
     service = serve(2)
     passed: dict[int, int] = collections.defaultdict(int)
@@ -369,7 +381,7 @@ def test_no_tensor_bytes_pass_through_the_coordinator(
 
     def rank(number: int) -> None:
         try:
-            client = Client(service.address, TOKEN, 10.0)
+            client = CoordinatorClient(service.address, TOKEN, 10.0)
             answer = client.join(Member("worker", number, "test", os.getpid()), timeout_s=10.0)
             world = World(client, answer.members, number, answer.generation, TOKEN, transport=transport, timeout_s=20.0)
             try:

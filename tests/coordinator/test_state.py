@@ -7,12 +7,13 @@ import random
 
 import pytest
 
-from hora.coordinator import Coordinator, Event, Member, state
+from hora.coordinator import Coordinator, CoordinatorEvent, Member, state
 from hora.coordinator.messages import (
     MAX_NAME_CHARS,
     MAX_VALUE_BYTES,
     PROTOCOL,
     AnyRequest,
+    CoordinatorReply,
     Fail,
     Get,
     Join,
@@ -20,7 +21,6 @@ from hora.coordinator.messages import (
     Leave,
     Put,
     Release,
-    Reply,
     Stop,
     Tell,
     frame,
@@ -50,13 +50,13 @@ def events(out: Out) -> list[tuple[int, str, int, str]]:
     found = [
         (to, said.kind, said.member.rank if said.member else -1, said.text)
         for to, said in out
-        if isinstance(said, Event)
+        if isinstance(said, CoordinatorEvent)
     ]
     return sorted(found)
 
 
-def reply(out: Out, connection: int) -> Reply:
-    (found,) = [said for to, said in out if to == connection and isinstance(said, Reply)]
+def reply(out: Out, connection: int) -> CoordinatorReply:
+    (found,) = [said for to, said in out if to == connection and isinstance(said, CoordinatorReply)]
     return found
 
 
@@ -121,7 +121,7 @@ def test_a_member_whose_name_does_not_fit_is_refused() -> None:
 def test_nothing_but_join_is_answered_before_joining(request_: AnyRequest) -> None:
     coordinator = formed(2)
     out = coordinator.handle(99, request_, 0.0)
-    assert out == [(99, Reply(id=1, error="join first"))]
+    assert out == [(99, CoordinatorReply(id=1, error="join first"))]
     assert coordinator.stop_reason is None and len(coordinator.alive) == 2
 
 
@@ -243,7 +243,7 @@ def test_a_reason_as_long_as_a_frame_still_reaches_the_others() -> None:
     failing = Fail(reason="é" * 524_240)
     frame(failing)  # it fits by itself, not with the member's name beside it
     ((_, event),) = formed(2).handle(1, failing, 0.0)
-    assert isinstance(event, Event) and event.kind == "died"
+    assert isinstance(event, CoordinatorEvent) and event.kind == "died"
     frame(event)  # raises if it does not fit
 
 
@@ -255,7 +255,7 @@ def test_get_answers_at_once_or_when_somebody_puts() -> None:
     assert coordinator.handle(0, Get(id=4, key="k"), 0.0) == []
     assert coordinator.handle(1, Get(id=5, key="k"), 0.0) == []
     out = coordinator.handle(2, Put(id=6, key="k", value=b"v"), 0.0)
-    assert sorted((to, said.id, said.value) for to, said in out if isinstance(said, Reply)) == [
+    assert sorted((to, said.id, said.value) for to, said in out if isinstance(said, CoordinatorReply)) == [
         (0, 4, b"v"),
         (1, 5, b"v"),
         (2, 6, b""),
@@ -389,7 +389,7 @@ def test_no_lease_has_two_holders_whatever_happens(seed: int) -> None:
 
     def buried(out: Out) -> None:
         for _, said in out:
-            if isinstance(said, Event) and said.kind in ("died", "left") and said.member:
+            if isinstance(said, CoordinatorEvent) and said.kind in ("died", "left") and said.member:
                 rank = said.member.rank
                 gone.add(rank)
                 broken.pop(rank, None)
@@ -440,7 +440,7 @@ def test_no_lease_has_two_holders_whatever_happens(seed: int) -> None:
 def test_a_word_reaches_only_those_addressed() -> None:
     coordinator = formed(4)
     out = coordinator.handle(0, Tell(topic="t", body=b"b", to=(1, 3)), 0.0)
-    assert [(to, said.topic, said.body, said.member) for to, said in out if isinstance(said, Event)] == [
+    assert [(to, said.topic, said.body, said.member) for to, said in out if isinstance(said, CoordinatorEvent)] == [
         (1, "t", b"b", member(0)),
         (3, "t", b"b", member(0)),
     ]

@@ -7,9 +7,10 @@ import socket
 
 import pytest
 
-from hora.coordinator import Coordinator, Event, Member, lifeline
-from hora.coordinator.messages import Join, Reply
+from hora.coordinator import Coordinator, CoordinatorEvent, Member
+from hora.coordinator.messages import CoordinatorReply, Join
 from hora.coordinator.state import DISCONNECT_GRACE_S, Out
+from hora.net import keepalive
 
 
 def joining(rank: int, versions: str, role: str = "worker") -> Join:
@@ -17,7 +18,7 @@ def joining(rank: int, versions: str, role: str = "worker") -> Join:
 
 
 def errors(out: Out) -> dict[int, str]:
-    return {to: said.error for to, said in out if isinstance(said, Reply) and said.error}
+    return {to: said.error for to, said in out if isinstance(said, CoordinatorReply) and said.error}
 
 
 def test_alike_members_form_a_run_and_one_that_says_nothing_is_not_asked() -> None:
@@ -53,18 +54,18 @@ def test_a_connection_that_ended_in_silence_is_reported_as_that() -> None:
     coordinator = Coordinator(2)
     for rank in range(2):
         coordinator.handle(rank, joining(rank, ""), 0.0)
-    why = lifeline.silence(OSError(errno.ETIMEDOUT, "Connection timed out"))
+    why = keepalive.silence(OSError(errno.ETIMEDOUT, "Connection timed out"))
     coordinator.disconnected(1, 1.0, why)
-    (died,) = [said for _, said in coordinator.tick(1.1 + DISCONNECT_GRACE_S) if isinstance(said, Event)]
+    (died,) = [said for _, said in coordinator.tick(1.1 + DISCONNECT_GRACE_S) if isinstance(said, CoordinatorEvent)]
     assert died.text == "its connection broke: no answer for 4 s: is the host down or the link cut?"
 
 
 @pytest.mark.parametrize("problem", [OSError(errno.ECONNRESET, "reset"), ValueError("nonsense")])
 def test_other_ends_are_not_silence(problem: Exception) -> None:
-    assert lifeline.silence(problem) == ""
+    assert keepalive.silence(problem) == ""
 
 
 def test_on_loopback_nothing_is_asked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as sock:
-        lifeline.attach(sock)
+        keepalive.attach(sock)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from hora.data import Portion, Shard, shard
+from hora.data import BatchSlice, Shard, shard
 
 
 class Recorder:
@@ -40,16 +40,16 @@ class Recorder:
         self._asked = 0
         self.calls.append(("enter", loader))
 
-    def begin(self, loader: Shard, portion: Portion) -> None:
+    def begin(self, loader: Shard, portion: BatchSlice) -> None:
         self.calls.append(("begin", portion.batch))
 
-    def finish(self, loader: Shard, portion: Portion) -> None:
+    def finish(self, loader: Shard, portion: BatchSlice) -> None:
         self.calls.append(("finish", portion.batch))
 
-    def passes(self, loader: Shard, portion: Portion) -> bool:
+    def passes(self, loader: Shard, portion: BatchSlice) -> bool:
         return portion.batch in self.passed
 
-    def absent(self, loader: Shard, portion: Portion) -> None:
+    def absent(self, loader: Shard, portion: BatchSlice) -> None:
         self.calls.append(("absent", portion.batch))
 
     def leave(self, loader: Shard, finished: bool, raised: bool) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from hora.data import shard
-from hora.data.loader import Alone
+from hora.data.loader import SingleWorkerCallbacks
 
 
 def samples(loader: Any) -> list[int]:
@@ -38,17 +38,17 @@ def test_a_plain_loader_is_dealt_in_its_order() -> None:
 
 
 def test_a_shuffling_loader_is_shuffled_by_seed_and_epoch() -> None:
-    ours = shard(Numbers(10), Alone(), batch_size=2, shuffle=True, seed=4)
-    theirs = shard(DataLoader(Numbers(10), batch_size=2, shuffle=True), Alone(), seed=4)
+    ours = shard(Numbers(10), SingleWorkerCallbacks(), batch_size=2, shuffle=True, seed=4)
+    theirs = shard(DataLoader(Numbers(10), batch_size=2, shuffle=True), SingleWorkerCallbacks(), seed=4)
     assert theirs.shuffle
     assert [samples(ours), samples(ours)] == [samples(theirs), samples(theirs)]
 
 
 def test_shuffle_can_be_chosen_over_the_loaders() -> None:
     shuffling = DataLoader(Numbers(10), batch_size=2, shuffle=True)
-    assert samples(shard(shuffling, Alone(), shuffle=False)) == list(range(10))
-    plain = shard(DataLoader(Numbers(10), batch_size=2), Alone(), shuffle=True)
-    assert samples(plain) == samples(shard(shuffling, Alone()))
+    assert samples(shard(shuffling, SingleWorkerCallbacks(), shuffle=False)) == list(range(10))
+    plain = shard(DataLoader(Numbers(10), batch_size=2), SingleWorkerCallbacks(), shuffle=True)
+    assert samples(plain) == samples(shard(shuffling, SingleWorkerCallbacks()))
 
 
 def test_global_batch_can_be_chosen_over_the_loaders() -> None:
@@ -57,7 +57,7 @@ def test_global_batch_can_be_chosen_over_the_loaders() -> None:
 
 
 def test_drop_last_and_collate_come_along() -> None:
-    loader = shard(DataLoader(Numbers(5), batch_size=2, drop_last=True, collate_fn=tuple), Alone())
+    loader = shard(DataLoader(Numbers(5), batch_size=2, drop_last=True, collate_fn=tuple), SingleWorkerCallbacks())
     assert list(loader) == [(0, 1), (2, 3)]
     assert len(loader) == 2
 
@@ -84,7 +84,7 @@ def test_every_option_of_the_processes_comes_along() -> None:
         prefetch_factor=1,
         persistent_workers=True,
     )
-    loader = shard(theirs, Alone())
+    loader = shard(theirs, SingleWorkerCallbacks())
     inner = loader._source._loader  # type: ignore[attr-defined]
     for name in ("num_workers", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers", "pin_memory"):
         assert getattr(inner, name) == getattr(theirs, name)
@@ -102,21 +102,26 @@ def test_every_option_of_the_processes_comes_along() -> None:
 
 def test_the_options_of_this_process_come_along() -> None:
     theirs = DataLoader(Numbers(4), batch_size=2, pin_memory=True)
-    inner = shard(theirs, Alone())._source._loader  # type: ignore[attr-defined]
+    inner = shard(theirs, SingleWorkerCallbacks())._source._loader  # type: ignore[attr-defined]
     assert inner.pin_memory
     assert inner.dataset is theirs.dataset
 
 
 def test_a_sampler_over_something_smaller_counts_its_own_samples() -> None:
-    assert samples(shard(DataLoader(Numbers(10), sampler=SequentialSampler(range(4))), Alone())) == [0, 1, 2, 3]
-    shuffled = shard(DataLoader(Numbers(10), sampler=RandomSampler(range(4))), Alone())
+    assert samples(shard(DataLoader(Numbers(10), sampler=SequentialSampler(range(4))), SingleWorkerCallbacks())) == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    shuffled = shard(DataLoader(Numbers(10), sampler=RandomSampler(range(4))), SingleWorkerCallbacks())
     assert len(shuffled) == 4
     assert sorted(samples(shuffled)) == [0, 1, 2, 3]
 
 
 def test_torchs_own_batch_sampler_is_understood() -> None:
     batches = BatchSampler(SequentialSampler(range(5)), batch_size=2, drop_last=True)
-    loader = shard(DataLoader(Numbers(5), batch_sampler=batches), Alone())
+    loader = shard(DataLoader(Numbers(5), batch_sampler=batches), SingleWorkerCallbacks())
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 
@@ -170,10 +175,10 @@ def test_resuming_goes_on_with_the_same_draw(num_workers: int) -> None:
 
 
 def test_a_draw_and_a_loader_without_a_sampler_do_not_fit() -> None:
-    plain = shard(Numbers(5), Alone(), batch_size=1)
+    plain = shard(Numbers(5), SingleWorkerCallbacks(), batch_size=1)
     with pytest.raises(ValueError, match="holds what a sampler drew, and this loader has none: load it into its like"):
         plain.load({"epoch": 0, "batch": 1, "order": [1, 0]})
-    drawing = shard(DataLoader(Numbers(5), sampler=[1, 0]), Alone())
+    drawing = shard(DataLoader(Numbers(5), sampler=[1, 0]), SingleWorkerCallbacks())
     with pytest.raises(ValueError, match="holds no order, and this loader's sampler draws one: load it into its like"):
         drawing.load({"epoch": 0, "batch": 1})
     drawing.load({"epoch": 1, "batch": 0})
@@ -197,7 +202,7 @@ class Mine(Sampler[list[int]]):
 
 def refuse(data: Any, words: str, seat: Any = None, **options: Any) -> None:
     with pytest.raises(ValueError, match=words):
-        shard(data, seat or Alone(), **options)
+        shard(data, seat or SingleWorkerCallbacks(), **options)
 
 
 def test_one_batch_size_is_asked_for() -> None:
@@ -239,7 +244,7 @@ def test_what_hora_cannot_deal_is_refused_with_the_way_out() -> None:
     refuse(DataLoader(Numbers(4), sampler=Endless()), "how many samples Endless draws.*: give it a __len__")
     refuse(DataLoader(Numbers(4), sampler=[1]), "shuffle=True has no effect .* list draws: leave one", shuffle=True)
     refuse((number for number in range(4)), "the samples of a generator: give a dataset with __len__", batch_size=1)
-    refuse(shard([1], Alone(), batch_size=1), "the samples of a Shard: give a dataset", batch_size=1)
+    refuse(shard([1], SingleWorkerCallbacks(), batch_size=1), "the samples of a Shard: give a dataset", batch_size=1)
     refuse(DataLoader(Numbers(4), num_workers=1, in_order=False), "in_order=False would mix up .*: leave it out")
 
 
@@ -253,4 +258,4 @@ def test_a_sampler_must_keep_its_word() -> None:
     assert seat.calls[-1] == ("leave", False)
     names: Any = ["a", "b"]
     with pytest.raises(ValueError, match="list gives samples that are not whole numbers: let it give indices"):
-        list(shard(DataLoader(Numbers(4), sampler=names), Alone()))
+        list(shard(DataLoader(Numbers(4), sampler=names), SingleWorkerCallbacks()))

@@ -19,7 +19,7 @@ from seats import Count, Numbers, Recorder
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from hora.coordinator import LocalHub, Member
-from hora.data import Block, Desk, Portion, Shard, shard
+from hora.data import BatchSlice, DataService, LeasedBlock, Shard, shard
 from hora.data.ledger import order
 from hora.errors import HoraError, PeerLost
 
@@ -33,13 +33,13 @@ class Seat(Recorder):
         super().__init__(rank, size)
         self.num_epochs = num_epochs
         self.stop = False
-        self.portions: list[Portion] = []
+        self.portions: list[BatchSlice] = []
         self.waits: list[bool] = []
 
     def stopped(self, loader: Shard) -> bool:
         return self.stop
 
-    def begin(self, loader: Shard, portion: Portion) -> None:
+    def begin(self, loader: Shard, portion: BatchSlice) -> None:
         super().begin(loader, portion)
         self.portions.append(portion)
 
@@ -56,7 +56,7 @@ class Worker:
         self.line = hub.line()
         self.seen: list[tuple[int | None, int]] = []  # epoch of the loop, sample
         self.error: BaseException | None = None
-        self.desk = Desk(
+        self.desk = DataService(
             control=self.line,
             rank=rank,
             token=TOKEN,
@@ -127,8 +127,8 @@ def test_a_block_is_a_stretch_of_the_epochs_order_and_weighs_one() -> None:
     assert [(p.batch, p.start, p.mine, p.total) for p in worker.seat.portions] == [
         (0, 0, 2, 2), (1, 2, 2, 2), (2, 4, 2, 2), (3, 6, 1, 1),
     ]  # fmt: skip
-    assert all(p.whole and p.weight == 1 and p.size == 1 and isinstance(p, Block) for p in worker.seat.portions)
-    assert Portion.deal(0, 0, 5, 0, 2).weight == pytest.approx(3 * 2 / 5)
+    assert all(p.whole and p.weight == 1 and p.size == 1 and isinstance(p, LeasedBlock) for p in worker.seat.portions)
+    assert BatchSlice.deal(0, 0, 5, 0, 2).weight == pytest.approx(3 * 2 / 5)
 
 
 def test_length_batch_size_and_drop_last() -> None:

@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from hora.data import Dealt, Portion
+from hora.data import BatchSlice, Dealt
 from hora.data.ledger import Streamed, mix, order
 
 SIZES = (1, 2, 3, 4, 8)
 
 
-def portions(ledger: Dealt | Streamed) -> list[Portion]:
+def portions(ledger: Dealt | Streamed) -> list[BatchSlice]:
     return list(iter(ledger.take, None))
 
 
@@ -55,7 +55,7 @@ def test_the_kth_global_batch_is_the_same_for_any_number_of_workers(size: int) -
 @pytest.mark.parametrize("size", SIZES)
 def test_parts_differ_by_at_most_one_and_the_absent_come_last(size: int) -> None:
     for total in range(40):
-        parts = [Portion.deal(0, 0, total, rank, size) for rank in range(size)]
+        parts = [BatchSlice.deal(0, 0, total, rank, size) for rank in range(size)]
         mine = [part.mine for part in parts]
         assert max(mine) - min(mine) <= 1
         assert mine == sorted(mine, reverse=True)

@@ -14,7 +14,7 @@ from seats import Numbers, Recorder, flat, global_batches, ranks
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hora.data import shard
-from hora.data.loader import Alone
+from hora.data.loader import SingleWorkerCallbacks
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -40,7 +40,7 @@ def test_batch_size_is_per_worker_and_global_batch_is_the_truth() -> None:
 
 def test_epochs_differ_with_shuffle_and_repeat_with_the_seed() -> None:
     def epochs(seed: int) -> list[list[int]]:
-        loader = shard(Numbers(30), Alone(), batch_size=30, shuffle=True, seed=seed)
+        loader = shard(Numbers(30), SingleWorkerCallbacks(), batch_size=30, shuffle=True, seed=seed)
         return [next(iter(list(loader))).tolist() for _ in range(3)]
 
     first = epochs(0)
@@ -62,18 +62,20 @@ def test_the_epoch_of_the_job_beats_the_loaders_own_count() -> None:
 
 def test_a_batch_is_what_torch_would_give() -> None:
     data = TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
-    for ours, theirs in zip(shard(data, Alone(), batch_size=2), DataLoader(data, batch_size=2), strict=True):
+    for ours, theirs in zip(
+        shard(data, SingleWorkerCallbacks(), batch_size=2), DataLoader(data, batch_size=2), strict=True
+    ):
         assert type(ours) is type(theirs)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("data", [[1.0, 2.0, 3.0], torch.tensor([1.0, 2.0, 3.0]), (1.0, 2.0, 3.0)])
 def test_anything_with_a_length_and_items_is_a_dataset(data: Any) -> None:
-    assert torch.cat(list(shard(data, Alone(), batch_size=2))).tolist() == [1.0, 2.0, 3.0]
+    assert torch.cat(list(shard(data, SingleWorkerCallbacks(), batch_size=2))).tolist() == [1.0, 2.0, 3.0]
 
 
 def test_collate_and_drop_last_are_the_users() -> None:
-    loader = shard(Numbers(5), Alone(), batch_size=2, drop_last=True, collate_fn=tuple)
+    loader = shard(Numbers(5), SingleWorkerCallbacks(), batch_size=2, drop_last=True, collate_fn=tuple)
     assert list(loader) == [(0, 1), (2, 3)]
     assert len(loader) == 2
 
@@ -90,7 +92,7 @@ def test_a_dataset_without_samples_is_an_epoch_without_batches(num_workers: int)
 
 def test_a_dataset_that_grows_counts_from_the_next_epoch() -> None:
     data = Numbers(4)
-    loader = shard(data, Alone(), batch_size=2)
+    loader = shard(data, SingleWorkerCallbacks(), batch_size=2)
     seen = []
     for batch in loader:
         data.length = 6
@@ -180,7 +182,7 @@ def test_stopping_ends_the_loop_before_the_next_batch() -> None:
 
 
 def test_two_loops_are_two_epochs_and_a_break_ends_one() -> None:
-    loader = shard(Numbers(6), Alone(), batch_size=2, shuffle=True)
+    loader = shard(Numbers(6), SingleWorkerCallbacks(), batch_size=2, shuffle=True)
     assert loader.state() == {"epoch": 0, "batch": 0}
     list(loader)
     assert loader.state() == {"epoch": 1, "batch": 0}
@@ -192,7 +194,7 @@ def test_two_loops_are_two_epochs_and_a_break_ends_one() -> None:
 
 
 def test_two_iterations_at_once_are_refused_with_the_way_out() -> None:
-    loader = shard(Numbers(6), Alone(), batch_size=2)
+    loader = shard(Numbers(6), SingleWorkerCallbacks(), batch_size=2)
     with pytest.raises(ValueError, match=r"being iterated already: finish that loop, .* or make a second loader"):
         list(zip(loader, loader, strict=True))
     first = iter(loader)
@@ -223,7 +225,7 @@ def test_an_abandoned_iteration_is_closed_first() -> None:
 
 
 def test_the_state_counts_batches_that_are_done() -> None:
-    loader = shard(Numbers(6), Alone(), batch_size=2)
+    loader = shard(Numbers(6), SingleWorkerCallbacks(), batch_size=2)
     states = [loader.state() for _ in loader]
     assert states == [{"epoch": 0, "batch": 0}, {"epoch": 0, "batch": 1}, {"epoch": 0, "batch": 2}]
 
@@ -265,7 +267,7 @@ def test_resuming_in_mid_epoch_gives_exactly_the_remaining_samples(size: int, nu
 
 
 def test_a_state_at_the_end_of_an_epoch_leaves_nothing_of_it() -> None:
-    loader = shard(Numbers(6), Alone(), batch_size=2)
+    loader = shard(Numbers(6), SingleWorkerCallbacks(), batch_size=2)
     loader.load({"epoch": 4, "batch": 3})
     assert list(loader) == []
     assert loader.state() == {"epoch": 5, "batch": 0}
@@ -283,7 +285,7 @@ def test_a_state_counts_for_its_own_epoch_only() -> None:
 
 
 def test_loading_inside_the_loop_counts_for_the_next_one() -> None:
-    loader = shard(Numbers(6), Alone(), batch_size=2)
+    loader = shard(Numbers(6), SingleWorkerCallbacks(), batch_size=2)
     for _ in loader:
         loader.load({"epoch": 0, "batch": 2})
     assert loader.state() == {"epoch": 0, "batch": 2}
@@ -293,7 +295,7 @@ def test_loading_inside_the_loop_counts_for_the_next_one() -> None:
 @pytest.mark.parametrize("state", [{}, {"epoch": 1}, {"epoch": -1, "batch": 0}, {"epoch": 0, "batch": 1.5}, None])
 def test_what_is_no_state_is_refused(state: Any) -> None:
     with pytest.raises(ValueError, match="is no state of a loader: give back what state"):
-        shard(Numbers(6), Alone(), batch_size=2).load(state)
+        shard(Numbers(6), SingleWorkerCallbacks(), batch_size=2).load(state)
 
 
 def test_a_state_beyond_the_end_is_refused_and_the_loader_left() -> None:
@@ -318,7 +320,7 @@ def test_the_view_follows_the_loop() -> None:
 
 
 def test_prefetching_holds_more_than_one_portion() -> None:
-    loader = shard(Numbers(20), Alone(), batch_size=2, num_workers=2)
+    loader = shard(Numbers(20), SingleWorkerCallbacks(), batch_size=2, num_workers=2)
     for _ in loader:
         assert len(loader.view().held) > 1
         assert loader.state() == {"epoch": 0, "batch": 0}
@@ -359,7 +361,7 @@ def test_loading_leaves_the_users_random_numbers_alone() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    list(shard(Numbers(10), Alone(), batch_size=2, shuffle=True))
+    list(shard(Numbers(10), SingleWorkerCallbacks(), batch_size=2, shuffle=True))
     assert torch.equal(torch.rand(4), expected)
 
 

@@ -14,7 +14,7 @@ from seats import Count, Recorder, SizedCount, flat, global_batches, ranks
 from torch.utils.data import DataLoader, IterableDataset
 
 from hora.data import shard
-from hora.data.loader import Alone
+from hora.data.loader import SingleWorkerCallbacks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -31,7 +31,7 @@ def test_a_loader_around_a_stream_brings_its_options() -> None:
     loaders = ranks(2, lambda: DataLoader(Count(11), batch_size=2, drop_last=True, num_workers=1))
     assert global_batches(loaders) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert multiprocessing.active_children() == []
-    tuples = shard(DataLoader(Count(3), batch_size=2, collate_fn=tuple), Alone())
+    tuples = shard(DataLoader(Count(3), batch_size=2, collate_fn=tuple), SingleWorkerCallbacks())
     assert list(tuples) == [(0, 1), (2,)]
 
 
@@ -44,9 +44,9 @@ def test_the_short_last_batch_is_dealt_like_any_other() -> None:
 
 def test_nobody_knows_the_length_unless_the_stream_does() -> None:
     with pytest.raises(TypeError, match="how many batches a Count has before it was read: give it a __len__"):
-        len(shard(Count(8), Alone(), batch_size=2))
-    assert len(shard(SizedCount(9), Alone(), batch_size=2)) == 5
-    assert len(shard(SizedCount(9), Alone(), batch_size=2, drop_last=True)) == 4
+        len(shard(Count(8), SingleWorkerCallbacks(), batch_size=2))
+    assert len(shard(SizedCount(9), SingleWorkerCallbacks(), batch_size=2)) == 5
+    assert len(shard(SizedCount(9), SingleWorkerCallbacks(), batch_size=2, drop_last=True)) == 4
 
 
 def test_an_empty_stream_is_an_epoch_without_batches() -> None:
@@ -77,7 +77,7 @@ def test_resuming_passes_over_what_is_done(num_workers: int) -> None:
 
 
 def test_a_stream_shorter_than_its_state_is_refused() -> None:
-    loader = shard(Count(3), Alone(), batch_size=2)
+    loader = shard(Count(3), SingleWorkerCallbacks(), batch_size=2)
     loader.load({"epoch": 0, "batch": 5})
     with pytest.raises(ValueError, match="batch 5 of the stream is to come next, but it ended after 2"):
         list(loader)
@@ -110,14 +110,14 @@ def test_an_exception_of_the_stream_reaches_the_user(num_workers: int) -> None:
 
 def test_the_stream_is_read_once_per_epoch() -> None:
     data = Count(6)
-    loader = shard(data, Alone(), batch_size=2)
+    loader = shard(data, SingleWorkerCallbacks(), batch_size=2)
     list(loader)
     list(loader)
     assert data.times_read == 2
 
 
 def test_a_kept_process_reads_the_next_epoch() -> None:
-    loader = shard(DataLoader(Count(5), batch_size=2, num_workers=1, persistent_workers=True), Alone())
+    loader = shard(DataLoader(Count(5), batch_size=2, num_workers=1, persistent_workers=True), SingleWorkerCallbacks())
     for _ in range(2):
         assert torch.cat(list(loader)).tolist() == [0, 1, 2, 3, 4]
     assert len(multiprocessing.active_children()) == 1
@@ -141,14 +141,14 @@ def test_what_a_stream_cannot_do_is_refused_with_the_way_out() -> None:
     with pytest.raises(
         ValueError, match=r"shuffle=True cannot reorder a stream \(Count\): shuffle inside its __iter__"
     ):
-        shard(Count(4), Alone(), batch_size=2, shuffle=True)
+        shard(Count(4), SingleWorkerCallbacks(), batch_size=2, shuffle=True)
     for several in (DataLoader(Count(4), batch_size=2, num_workers=2), Count(4)):
         options: Any = {} if isinstance(several, DataLoader) else {"batch_size": 2, "num_workers": 2}
         with pytest.raises(ValueError, match=r"would read the stream .* once per process: give num_workers=1, or 0"):
-            shard(several, Alone(), **options)
+            shard(several, SingleWorkerCallbacks(), **options)
 
 
 def test_the_view_of_a_stream_does_not_pretend_to_know_the_end() -> None:
-    loader = shard(Count(5), Alone(), batch_size=2)
+    loader = shard(Count(5), SingleWorkerCallbacks(), batch_size=2)
     list(loader)
     assert "3 batches done, 0 leased, the stream's end is not known; 5 samples done" in str(loader.view())

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from hora.bench import links
+from hora_benchmarks.bench import links
 
 SSHD = "/usr/sbin/sshd"
 REPOSITORY = pathlib.Path(__file__).parents[2]
@@ -124,7 +124,7 @@ class Machines:
     ) -> Run:
         """`hora ARGUMENTS` on a machine; `run` knows its ssh by HORA_SSH."""
         environment = {**self.env, "HORA_SSH": ssh or f"ssh -F {self.config}", **(env or {})}
-        command = [sys.executable, "-m", "hora.launch.cli", *map(str, arguments)]
+        command = [sys.executable, "-m", "hora.cli.main", *map(str, arguments)]
         run = Run(["nsenter", *self._entrance(on), "env", "-C", str(cwd), *command], environment)
         self._runs.append(run)
         return run

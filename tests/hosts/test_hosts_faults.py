@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from hora.launch import codes
+from hora.launch import exit_codes
 
 from .conftest import Make
 from .machines import Machines, Run
@@ -42,7 +42,7 @@ def last(run: Run) -> str:
 
 def test_a_script_that_fails_on_another_host_is_named_with_it_and_its_traceback_comes_last(machines: Make) -> None:
     run = machines().hora("run", "--hosts", "a:2,b:2", "--strategy", "ring", SCRIPT, "--raises", 2)
-    assert run.code == codes.SCRIPT_FAILED, run
+    assert run.code == exit_codes.SCRIPT_FAILED, run
     blamed = [number for number, line in enumerate(run.err) if re.match(r"hora: rank 2 \(host b\b.*failed", line)]
     assert len(blamed) == 1, run
     after = run.err[blamed[0] + 1 :]
@@ -53,7 +53,7 @@ def test_a_rank_killed_on_another_host_is_named_and_the_others_stop(machines: Ma
     those = machines()
     run = training(those, "--hosts", "a:2,b:2", "--strategy", "ring", ranks=4, folder=tmp_path)
     os.kill(those.ranks("b", SCRIPT)[3], signal.SIGKILL)
-    assert run.end(30) == codes.RANK_KILLED, run
+    assert run.end(30) == exit_codes.RANK_KILLED, run
     assert re.match(r"hora: rank 3 \(host b, pid \d+\) killed by SIGKILL", last(run)), run
 
 
@@ -67,7 +67,7 @@ def test_a_rank_killed_on_another_host_does_not_stop_workers_that_need_not_wait(
     os.kill(those.ranks("b", SCRIPT)[2], signal.SIGKILL)
     run.wait_for(r"rank 2 \(host b, pid \d+\) was killed by SIGKILL.*the others go on", limit_s=20)
     (tmp_path / "enough").touch()
-    assert run.end(40) == codes.OK, run
+    assert run.end(40) == exit_codes.OK, run
     assert all(f"[{rank}] rank {rank} ended at step" in run.stdout for rank in (0, 1, 3)), run
 
 
@@ -79,7 +79,7 @@ def test_ctrl_c_stops_all_on_all_machines(machines: Make, tmp_path: pathlib.Path
     for _ in range(times):
         run.signal(signal.SIGINT)
         time.sleep(0.1)
-    assert run.end(20) == codes.INTERRUPTED, run
+    assert run.end(20) == exit_codes.INTERRUPTED, run
     left = those.wait_until_nobody(limit_s=5)
     took_s = time.monotonic() - began
     print(f"Ctrl-C {times} times: all over after {took_s:.1f} s")
@@ -94,7 +94,7 @@ def test_ctrl_c_before_any_rank_has_started_leaves_nobody(machines: Make) -> Non
     while not those.agents("b") and time.monotonic() < deadline:
         time.sleep(0.005)
     run.signal(signal.SIGINT)
-    assert run.end(20) == codes.INTERRUPTED, run
+    assert run.end(20) == exit_codes.INTERRUPTED, run
     assert not those.wait_until_nobody(limit_s=5)
 
 
@@ -102,7 +102,7 @@ def test_sigterm_ends_all_and_says_so_by_its_code(machines: Make, tmp_path: path
     those = machines()
     run = training(those, "--hosts", "a:1,b:1", "--strategy", "ring", ranks=2, folder=tmp_path)
     run.signal(signal.SIGTERM)
-    assert run.end(20) == codes.TERMINATED, run
+    assert run.end(20) == exit_codes.TERMINATED, run
     assert not those.wait_until_nobody(limit_s=5)
 
 
@@ -124,7 +124,7 @@ def test_after_kill_9_of_an_agent_its_host_is_named_and_nobody_is_left(machines:
     run = training(those, "--hosts", "a:1,b:2", "--strategy", "ring", ranks=3, folder=tmp_path)
     (agent,) = those.agents("b")
     os.kill(agent, signal.SIGKILL)
-    assert run.end(30) == codes.RANK_KILLED, run
+    assert run.end(30) == exit_codes.RANK_KILLED, run
     assert "host b" in last(run), run
     assert not those.wait_until_nobody(limit_s=5)
 
@@ -142,7 +142,7 @@ def test_a_cut_link_is_named_and_the_ring_stops(machines: Make, tmp_path: pathli
         f"cut: named after {named_at - began:.1f} s, ended after {ended_at - began:.1f} s, "
         f"its own ranks after {time.monotonic() - began:.1f} s"
     )
-    assert code == codes.RANK_KILLED, run
+    assert code == exit_codes.RANK_KILLED, run
     said = [line for line in run.err if re.search(r"host b\b.*lost", line)]
     assert any(those.address("b") in line and re.search(r"ranks? 1,? (and )?(rank )?2\b", line) for line in said), run
     assert named_at - began < NAMED_S + SLACK_S - 2.0
@@ -155,7 +155,7 @@ def test_when_the_launchers_own_link_is_cut_every_machine_ends_its_ranks(
     those = machines(3)
     run = training(those, "--hosts", "a:1,b:1,c:1", "--strategy", "ring", ranks=3, folder=tmp_path)
     those.cut("a")
-    assert run.end(30) == codes.RANK_KILLED, run
+    assert run.end(30) == exit_codes.RANK_KILLED, run
     assert not those.wait_until_nobody(limit_s=CUT_S + SLACK_S)
 
 
@@ -177,7 +177,7 @@ def test_workers_that_need_not_wait_go_on_without_a_host_that_was_cut_off(
         time.sleep(0.1)
     assert all(steps(run, rank) >= before[rank] + 20 for rank in before), run
     (tmp_path / "enough").touch()
-    assert run.end(60) == codes.OK, run
+    assert run.end(60) == exit_codes.OK, run
     assert all(f"[{rank}] rank {rank} ended at step" in run.stdout for rank in (0, 2)), run
     assert named_at - began < NAMED_S + SLACK_S - 2.0
     assert not those.wait_until_nobody("b", limit_s=CUT_S + SLACK_S)
@@ -201,7 +201,7 @@ def test_a_short_interruption_of_a_link_is_waited_for(machines: Make, tmp_path: 
     while any(steps(run, rank) < before[rank] + 10 for rank in range(2)) and time.monotonic() < deadline:
         time.sleep(0.1)
     (tmp_path / "enough").touch()
-    assert run.end(60) == codes.OK, run
+    assert run.end(60) == exit_codes.OK, run
     assert not re.search(r"\blost\b", run.stderr), run
 
 
@@ -223,4 +223,4 @@ def test_the_token_is_on_no_command_line_and_in_no_environment(machines: Make, t
             said = pathlib.Path(f"/proc/{pid}/{place}").read_bytes()
             assert said and not any(spelling in said for spelling in spellings), line
     (tmp_path / "looked").touch()
-    assert run.end(30) == codes.OK, run
+    assert run.end(30) == exit_codes.OK, run

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hora.launch import codes
+from hora.launch import exit_codes
 
 from .conftest import endings
 from .machines import SCRIPTS
@@ -55,7 +55,7 @@ def start(tmp_path: pathlib.Path, *arguments: object, address: str = "") -> subp
     env |= {"XDG_STATE_HOME": str(tmp_path / "state"), "HORA_DASHBOARD": "off", "PYTHONPATH": str(SRC)}
     env |= {"RAY_ADDRESS": address} if address else {}
     return subprocess.Popen(
-        [sys.executable, "-m", "hora.launch.cli", "run", "--engine", "ray", *map(str, arguments)],
+        [sys.executable, "-m", "hora.cli.main", "run", "--engine", "ray", *map(str, arguments)],
         cwd=SCRIPTS, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_two_nodes_train_to_the_parameters_of_one_process(
         tmp_path, "-n", 3, "--strategy", "ps:mode=sync", "--servers", 1, "training.py", "--out", tmp_path,
         address=cluster.address,
     )  # fmt: skip
-    assert code == codes.OK, (out, err)
+    assert code == exit_codes.OK, (out, err)
     assert re.search(r"hora: 2 hosts over ", err), err
     results = endings(tmp_path)
     assert [result["rank"] for result in results] == [0, 1, 2]
@@ -87,23 +87,23 @@ def test_two_nodes_train_to_the_parameters_of_one_process(
 
 def test_a_local_ray_is_started_where_there_is_none(tmp_path: pathlib.Path, alone: dict[str, Any]) -> None:
     code, out, err = run(tmp_path, "-n", 2, "--strategy", "ring", "training.py", "--out", tmp_path)
-    assert code == codes.OK, (out, err)
+    assert code == exit_codes.OK, (out, err)
     for result in endings(tmp_path):
         torch.testing.assert_close(torch.tensor(result["parameters"]), torch.tensor(alone["parameters"]))
 
 
 def test_what_fails_on_a_node_is_told_last_and_once(cluster: Any, tmp_path: pathlib.Path) -> None:
     code, out, err = run(tmp_path, "-n", 2, "training.py", "--raises", 1, address=cluster.address)
-    assert code == codes.SCRIPT_FAILED, (out, err)
+    assert code == exit_codes.SCRIPT_FAILED, (out, err)
     assert re.search(r"^hora: rank 1 \(host \S+, pid \d+\) failed with exit code 1", err, re.M), err
     assert err.rstrip().endswith("RuntimeError: bad sample"), err
 
 
 def test_more_than_the_cluster_has_is_refused(cluster: Any, tmp_path: pathlib.Path) -> None:
     code, out, err = run(tmp_path, "-n", 9, "training.py", address=cluster.address)
-    assert code == codes.USAGE and "needs 9 CPUs" in err and "has 4" in err, (out, err)
+    assert code == exit_codes.USAGE and "needs 9 CPUs" in err and "has 4" in err, (out, err)
     code, out, err = run(tmp_path, "-n", 1, "--gpus", 1, "training.py", address=cluster.address)
-    assert code == codes.USAGE and "needs 1 GPUs" in err, (out, err)
+    assert code == exit_codes.USAGE and "needs 1 GPUs" in err, (out, err)
 
 
 def test_a_node_that_dies_is_named(cluster: Any, tmp_path: pathlib.Path) -> None:
@@ -121,7 +121,7 @@ def test_a_node_that_dies_is_named(cluster: Any, tmp_path: pathlib.Path) -> None
         out, err = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == codes.RANK_KILLED, (out, err)
+    assert process.returncode == exit_codes.RANK_KILLED, (out, err)
     assert re.search(r"hora: host \S+ .*is lost: ", err), err
 
 
@@ -139,7 +139,7 @@ def test_ctrl_c_stops_all(cluster: Any, tmp_path: pathlib.Path) -> None:
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == codes.INTERRUPTED, (out, err)
+    assert process.returncode == exit_codes.INTERRUPTED, (out, err)
     deadline = time.monotonic() + 20
     while (left := _trainings(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)

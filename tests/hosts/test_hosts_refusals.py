@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import hora
-from hora.launch import codes
+from hora.launch import exit_codes
 
 from .conftest import Make
 from .machines import REPOSITORY, SCRIPTS, Machines, Run
@@ -22,7 +22,7 @@ SCRIPT = "places.py"
 
 
 def refused(run: Run, *words: str) -> None:
-    assert run.code == codes.USAGE, run
+    assert run.code == exit_codes.USAGE, run
     assert not run.out and len(run.err) == 1, run
     assert run.err[0].startswith("hora run: "), run
     for word in words:
@@ -86,7 +86,7 @@ def test_the_same_machine_by_two_names_is_refused_or_runs(machines: Make) -> Non
     """Its name and its address: no run may wait forever for itself."""
     those = machines()
     run = under(those, hosts="a,10.83.0.1")
-    assert run.code in (codes.OK, codes.USAGE), run
+    assert run.code in (exit_codes.OK, exit_codes.USAGE), run
 
 
 def test_more_ranks_than_slots_are_refused(machines: Make) -> None:
@@ -191,7 +191,7 @@ def test_clocks_apart_are_said_and_the_run_goes_on(machines: Make, tmp_path: pat
         pytest.skip("no C compiler to make a clock with")
     those = machines(3, sshd={"b": [f"SetEnv LD_PRELOAD={tmp_path / 'clock.so'}"]})
     run = under(those, hosts="a,b,c")
-    assert run.code == codes.OK, run
+    assert run.code == exit_codes.OK, run
     said = [line for line in run.err if "clock" in line]
     assert len(said) == 1 and "host b" in said[0], run
     (seconds,) = re.findall(r"([\d.]+) s", said[0])
@@ -213,7 +213,7 @@ def test_an_interface_that_a_host_does_not_have_is_named(machines: Make) -> None
 @pytest.mark.parametrize("wanted", ["eth0", "10.83.0.0/24"])
 def test_the_interface_may_be_chosen(machines: Make, wanted: str) -> None:
     run = under(machines(), "--interface", wanted)
-    assert run.code == codes.OK, run
+    assert run.code == exit_codes.OK, run
     assert any("2 hosts" in line and "eth0" in line for line in run.err), run
 
 

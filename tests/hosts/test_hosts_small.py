@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hora.launch import codes
+from hora.launch import exit_codes
 
 from .conftest import Make, endings
 from .machines import SCRIPTS, Run
@@ -32,7 +32,7 @@ def test_ranks_on_two_machines_know_their_places_and_all_that_they_write_is_in_o
         *("run", "--hosts", "a:2,b:2", "--strategy", "ring", *settings, "places.py", "--lr", "0.1", "two words", ""),
         env={"MY_KEY": "x y", "MY_OTHER": "$HOME", "OTHER_KEY": "not passed on"},
     )
-    assert run.code == codes.OK, run
+    assert run.code == exit_codes.OK, run
     places = told(run)
     assert [place["rank"] for place in places] == [0, 1, 2, 3] and {place["size"] for place in places} == {4}
     assert [(place["host"], place["local_rank"], place["local_size"]) for place in places] == [
@@ -63,7 +63,7 @@ def test_two_machines_train_to_the_parameters_of_one_process(
     out = tmp_path / "out"
     out.mkdir()
     run = machines().hora("run", "--hostfile", hosts, "--strategy", "ring", "training.py", "--out", out)
-    assert run.code == codes.OK, run
+    assert run.code == exit_codes.OK, run
     results = endings(out)
     assert [result["rank"] for result in results] == [0, 1, 2, 3]
     for result in results:

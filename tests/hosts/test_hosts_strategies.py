@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hora.launch import codes
+from hora.launch import exit_codes
 
 from .conftest import Make, endings
 
@@ -64,7 +64,7 @@ def test_four_machines_keep_what_the_strategy_promises(
     servers = ["--servers", promise.servers] if promise.servers else []
     script = ["training.py", "--out", out, *(["--each"] if promise.each else [])]
     run = those.hora("run", "--hosts", those.hosts(promise.slots), "--strategy", promise.strategy, *servers, *script)
-    assert run.code == codes.OK, run
+    assert run.code == exit_codes.OK, run
     results = endings(out)
     size = 4 * promise.slots
     assert [result["rank"] for result in results] == list(range(size)), run

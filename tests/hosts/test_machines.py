@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hora.bench import links
+from hora_benchmarks.bench import links
 
 from .conftest import Make
 from .machines import Machines

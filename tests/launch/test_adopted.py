@@ -13,7 +13,7 @@ import pytest
 import torch
 from started import SALLOC, Started
 
-from hora.launch import codes
+from hora.launch import exit_codes
 from launching import Launcher
 
 pytestmark = pytest.mark.timeout(240)  # several processes import torch on whatever cores there are
@@ -237,5 +237,5 @@ def test_a_server_ends_when_the_rank_that_hosts_the_coordinator_is_killed(starte
     )  # fmt: skip
     assert done[0][0] == -signal.SIGKILL
     for code, out in done[1:]:
-        assert code == codes.ECHO_EXIT, out
+        assert code == exit_codes.ECHO_EXIT, out
         assert "stopped: " in out and "lost rank 0 (host" in out, out

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from hora.launch import codes
-from hora.transport.base import num_cores
+from hora.launch import exit_codes
+from hora.net.machine import num_cores
 from launching import Launcher
 
 SLOW_END = """
@@ -33,7 +33,7 @@ def script(folder: pathlib.Path, text: str) -> pathlib.Path:
 def test_copies_that_never_called_init_are_told(launcher: Launcher, tmp_path: pathlib.Path) -> None:
     mine = script(tmp_path, "import sys; print(sys.argv[1:])\n")
     done = launcher.run("run", "-n", 2, "--", mine, "--strategy", "ring")
-    assert done.returncode == codes.OK
+    assert done.returncode == exit_codes.OK
     assert sorted(done.stdout.splitlines()) == ["[0] ['--strategy', 'ring']", "[1] ['--strategy', 'ring']"]
     misplaced, never = done.stderr.splitlines()
     assert misplaced.endswith(f"for hora run it comes first: hora run --strategy ring {mine}")
@@ -45,7 +45,7 @@ def test_more_workers_than_cores_are_told_once(launcher: Launcher, tmp_path: pat
     cores = num_cores()
     process = launcher.start("run", "-n", cores + 1, script(tmp_path, "import hora\nhora.init()\n"))
     _, err = process.communicate(timeout=60)
-    assert process.returncode == codes.OK, err
+    assert process.returncode == exit_codes.OK, err
     (line,) = err.splitlines()
     assert re.search(rf"{cores + 1} workers share {cores} cores of .*: -n {cores} is as fast", line)
 
@@ -53,7 +53,7 @@ def test_more_workers_than_cores_are_told_once(launcher: Launcher, tmp_path: pat
 def test_the_rank_that_failed_is_blamed_however_long_its_end_takes(launcher: Launcher, tmp_path: pathlib.Path) -> None:
     """Rank 0 loses it, and ends long before."""
     done = launcher.run("run", "-n", 2, script(tmp_path, SLOW_END), HORA_GRACE="0.1")
-    assert done.returncode == codes.SCRIPT_FAILED, done.stderr
+    assert done.returncode == exit_codes.SCRIPT_FAILED, done.stderr
     assert re.search(r"hora: rank 1 \(.*\) failed with exit code 1; the others were stopped\.", done.stderr), (
         done.stderr
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from hora.launch import cli, codes, options
+from hora.cli import main, options
+from hora.launch import exit_codes
 from launching import SCRIPTS, Launcher
 
 RUN = ["run", "-n", "2"]
@@ -61,7 +62,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(
     arguments: list[str], says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(SCRIPTS)
-    assert cli.main(arguments) == codes.USAGE
+    assert main.main(arguments) == exit_codes.USAGE
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1
     assert says in err
@@ -70,12 +71,12 @@ def test_bad_usage_is_one_line_and_exit_code_2(
 def test_what_the_machine_refuses_is_bad_usage_too(launcher: Launcher) -> None:
     for option, value in (("--bind", "192.0.2.1"), ("--log-dir", "/proc/nothing")):
         done = launcher.run("run", option, value, "hello.py")
-        assert done.returncode == codes.USAGE and done.stdout == ""
+        assert done.returncode == exit_codes.USAGE and done.stdout == ""
         assert done.stderr.count("\n") == 1 and f"{option} {value}" in done.stderr
 
 
 def test_help_explains_every_option_with_an_example() -> None:
-    pending: list[click.Command] = [cli.hora]
+    pending: list[click.Command] = [main.hora]
     while pending:
         command = pending.pop()
         if isinstance(command, click.Group):
@@ -87,9 +88,16 @@ def test_help_explains_every_option_with_an_example() -> None:
 
 
 def test_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "--help"]) == codes.OK
+    assert main.main(["run", "--help"]) == exit_codes.OK
     said = capsys.readouterr().out
-    for code in (codes.OK, codes.SCRIPT_FAILED, codes.USAGE, codes.RANK_KILLED, codes.INTERRUPTED, codes.TERMINATED):
+    for code in (
+        exit_codes.OK,
+        exit_codes.SCRIPT_FAILED,
+        exit_codes.USAGE,
+        exit_codes.RANK_KILLED,
+        exit_codes.INTERRUPTED,
+        exit_codes.TERMINATED,
+    ):
         assert f"{code:>3}  " in said
 
 
@@ -105,11 +113,11 @@ def test_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_help_and_usage_errors_do_not_import_torch(arguments: list[str]) -> None:
-    code = f"import sys; from hora.launch.cli import main; main({arguments!r}); sys.exit('torch' in sys.modules)"
-    src = Path(cli.__file__).parents[2]
+    code = f"import sys; from hora.cli.main import main; main({arguments!r}); sys.exit('torch' in sys.modules)"
+    src = Path(main.__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(src)}, capture_output=True, timeout=20)
     assert done.returncode == 0, done.stderr
 
 
 def test_sizes_count_in_steps_of_1024() -> None:
-    assert options.Sizes().convert("100, 4K,1m,2GB", None, None) == [100, 4096, 1 << 20, 2 << 30]
+    assert options.ByteSizes().convert("100, 4K,1m,2GB", None, None) == [100, 4096, 1 << 20, 2 << 30]

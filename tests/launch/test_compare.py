@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from hora.cli import runs
+from hora.cli.compare import Comparison, picture, smooth
 from hora.coordinator.messages import Member
-from hora.launch import past, runfile
-from hora.launch.compare import Comparison, picture, smooth
-from hora.launch.runfile import RunFile
-from hora.watch.board import Board
-from hora.watch.memory import Memory
-from hora.watch.report import Row, Work
+from hora.monitor.messages import MetricsRow, WorkerReport
+from hora.monitor.run_state import RunState
+from hora.runs import run_directory
+from hora.runs.database import RunDatabase
+from hora.runs.run_directory import RunDirectory
 
 PNG = b"\x89PNG\r\n\x1a\n"
 Make = Callable[..., str]
@@ -33,23 +34,24 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.chdir(tmp_path / "here")
 
     def make(name: str, *names: str, steps: int = 40, strategy: str = "ring") -> str:
-        record = RunFile(directory=None, name=name, warn=pytest.fail)
+        record = RunDirectory(directory=None, name=name, warn=pytest.fail)
         record.begin({"command": ["t.py"], "size": 2, "strategy": strategy, "cwd": "/", "host": "a", "pid": 1})
         end: dict[str, Any] = {"code": 0, "seconds": 4.0}
         if names:
-            board = Board(run=name, size=2, strategy=strategy)
+            board = RunState(run=name, size=2, strategy=strategy)
             chance = random.Random(name)
             for first in range(1, steps + 1, 20):
                 last, at = first + 19, (first + 19) * 0.1
                 rows = [
-                    Row(s, s * 0.1, 1, dict.fromkeys(names, 1 / s + chance.random())) for s in range(first, last + 1)
+                    MetricsRow(s, s * 0.1, 1, dict.fromkeys(names, 1 / s + chance.random()))
+                    for s in range(first, last + 1)
                 ]
-                work = Work(
+                work = WorkerReport(
                     sent_at=at, step=last, steps=20, seconds=2.0, exposed_s=0.0, comm_s=0.0, sent_bytes=0, samples=1280,
                     computes=[0.1], rows=rows,
                 )  # fmt: skip
                 board.hear(Member("worker", 0, "a", 7), work, at)
-            memory = Memory(os.path.join(record.path, runfile.MEMORY), warn=pytest.fail)
+            memory = RunDatabase(os.path.join(record.path, run_directory.MEMORY), warn=pytest.fail)
             memory.write(board)
             memory.close()
             end["summary"] = board.summary()
@@ -63,11 +65,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 @pytest.fixture
 def sketch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws nothing, for those tests that do not look at the picture: matplotlib takes its time."""
-    monkeypatch.setattr("hora.launch.compare.picture", lambda comparison, path: Path(path).write_bytes(PNG))
+    monkeypatch.setattr("hora.cli.compare.picture", lambda comparison, path: Path(path).write_bytes(PNG))
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(past.compare, arguments)
+    return CliRunner().invoke(runs.compare, arguments)
 
 
 def test_a_table_and_a_picture_in_the_current_directory(make: Make) -> None:
@@ -99,7 +101,7 @@ def test_a_table_and_a_picture_in_the_current_directory(make: Make) -> None:
 def test_curves_hold_samples_time_and_means_of_each_run(make: Make) -> None:
     make("a", "loss")
     make("b", "loss", steps=80)
-    comparison = Comparison([runfile.find("a"), runfile.find("b")])
+    comparison = Comparison([run_directory.find("a"), run_directory.find("b")])
     assert list(comparison.curves) == ["a", "b"] and comparison.notes == []
     curve = comparison.curves["b"]
     assert len(curve.mean) == 80 and curve.samples[-1] == 5120 and curve.seconds[-1] == pytest.approx(8.0)
@@ -186,7 +188,7 @@ def test_names_that_look_like_formulas_or_escapes_are_drawn_as_they_are(make: Ma
     hostile = "_$\\frac{\x1b[2J"
     make("a", hostile)
     make("b", hostile)
-    comparison = Comparison([runfile.find("a"), runfile.find("b")])
+    comparison = Comparison([run_directory.find("a"), run_directory.find("b")])
     assert "\x1b" not in comparison.table()
     picture(comparison, str(tmp_path / "x.png"))
     assert (tmp_path / "x.png").read_bytes().startswith(PNG)

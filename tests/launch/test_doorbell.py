@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from hora.launch import doorbell
-from hora.launch.doorbell import Doorbell
+from hora.launch import dashboard_socket
+from hora.launch.dashboard_socket import DashboardSocket
 
 
 def test_a_port_that_is_taken_moves_the_bell() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        bell = Doorbell(port)
+        bell = DashboardSocket(port)
         try:
             assert bell.moved and bell.port != port and bell.address("x") == f"http://127.0.0.1:{bell.port}/runs/x"
             assert bell.waiting
@@ -28,7 +28,7 @@ def test_a_page_that_cannot_be_started_is_said_once_and_not_tried_again(monkeypa
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    bell = Doorbell(0)
+    bell = DashboardSocket(0)
     try:
         with pytest.raises(ValueError, match="the page cannot be started: Resource temporarily"):
             bell.answer("x", "/tmp", "/tmp")
@@ -38,10 +38,10 @@ def test_a_page_that_cannot_be_started_is_said_once_and_not_tried_again(monkeypa
 
 
 def test_a_page_that_keeps_failing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorbell.sys, "executable", "/bin/false")
-    bell = Doorbell(0)
+    monkeypatch.setattr(dashboard_socket.sys, "executable", "/bin/false")
+    bell = DashboardSocket(0)
     try:
-        for _ in range(doorbell.MAX_STARTS):
+        for _ in range(dashboard_socket.MAX_STARTS):
             assert bell.waiting
             bell.answer("x", "/tmp", "/tmp")
             assert bell._page is not None

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hora.errors import HoraError
-from hora.launch import environment
-from hora.launch.environment import Identity, read
-from hora.launch.meeting import first_host, meet, read_token_file
+from hora.rendezvous import environment
+from hora.rendezvous.environment import ProcessIdentity, read
+from hora.rendezvous.rendezvous import first_host, read_token_file, rendezvous
 from hora.serve.config import ServeConfig
 
 HORA = {"HORA_RANK": "1", "HORA_SIZE": "2", "HORA_CONTROL": "127.0.0.1:5", "HORA_TOKEN_FD": "7", "HORA_RUN": "r"}
@@ -84,7 +84,7 @@ def test_a_restarted_torchrun_is_another_job() -> None:
     "env", [SALLOC, SALLOC | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}], ids=["salloc", "sbatch"]
 )
 def test_outside_a_slurm_step_a_process_is_alone(env: dict[str, str]) -> None:
-    assert read(env) == Identity()
+    assert read(env) == ProcessIdentity()
 
 
 def test_an_interactive_step_of_one_task_is_a_world_of_one() -> None:
@@ -93,9 +93,9 @@ def test_an_interactive_step_of_one_task_is_a_world_of_one() -> None:
 
 
 def test_a_rank_without_a_size_is_somebody_elses_variable() -> None:
-    assert read({"RANK": "3"}) == Identity()
-    assert read({"WORLD_SIZE": "3"}) == Identity()
-    assert read({"OMPI_COMM_WORLD_RANK": "3"}) == Identity()
+    assert read({"RANK": "3"}) == ProcessIdentity()
+    assert read({"WORLD_SIZE": "3"}) == ProcessIdentity()
+    assert read({"OMPI_COMM_WORLD_RANK": "3"}) == ProcessIdentity()
 
 
 def test_a_rank_and_a_size_without_an_address_ask_for_one() -> None:
@@ -190,7 +190,7 @@ def test_an_interface_may_be_named() -> None:
 
 def test_all_addresses_at_once_are_none_by_which_another_host_could_reach_us() -> None:
     with pytest.raises(ValueError, match=r"HORA_BIND=0\.0\.0\.0 is no address .* HORA_INTERFACE"):
-        meet(read(TORCHRUN | {"HORA_BIND": "0.0.0.0"}))
+        rendezvous(read(TORCHRUN | {"HORA_BIND": "0.0.0.0"}))
 
 
 def test_a_taken_rank_is_known_by_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hora.launch import codes
+from hora.launch import exit_codes
 from launching import Launcher, read_until, without_advice
 
 LINKS = ["auto", "tcp", "engine"]
@@ -39,13 +39,13 @@ def test_a_rank_killed_in_a_collective_is_lost_to_every_survivor_within_a_second
     for _, _, said in LOST.findall(done.stdout):
         assert re.search(r"lost rank 1 \(host .*, pid \d+\) in all_reduce sum of float32 \[1000\]", said)
         assert "named 'the last' (call 2): killed by SIGKILL" in said
-    assert done.returncode == codes.RANK_KILLED
+    assert done.returncode == exit_codes.RANK_KILLED
     assert re.fullmatch(r"hora: rank 1 \(host .*\) killed by SIGKILL; the others were stopped\.\n", quiet(done.stderr))
 
 
 def test_when_a_rank_raises_the_others_stop_with_one_line_each(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 3, "fault.py", "raises", "auto")
-    assert done.returncode == codes.SCRIPT_FAILED
+    assert done.returncode == exit_codes.SCRIPT_FAILED
     # A rank that takes more than a second from its traceback to its end is shown twice: as it came, and last.
     said = [line for line in done.stderr.splitlines() if not line.startswith("[1] ")]
     for rank, line in zip((0, 2), sorted(said[:2]), strict=True):
@@ -62,7 +62,7 @@ def test_a_rank_that_ends_early_has_left_the_run(launcher: Launcher, transport: 
     assert found.keys() == {0}, done.stdout + done.stderr
     assert found[0] < 3.0
     assert "which has left the run: its script ended. Do all ranks make the same calls?" in done.stdout
-    assert (done.returncode, quiet(done.stderr)) == (codes.OK, "")
+    assert (done.returncode, quiet(done.stderr)) == (exit_codes.OK, "")
 
 
 def test_a_rank_that_ends_early_is_lost_to_all_the_others(launcher: Launcher) -> None:
@@ -72,7 +72,7 @@ def test_a_rank_that_ends_early_is_lost_to_all_the_others(launcher: Launcher) ->
 
 def test_a_rank_that_exits_with_a_code_is_to_blame_though_others_may_end_before_it(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, "fault.py", "exits", "auto")
-    assert done.returncode == codes.SCRIPT_FAILED
+    assert done.returncode == exit_codes.SCRIPT_FAILED
     assert re.search(r"\nhora: rank 1 \(.*\) failed with exit code 5; the others were stopped\.\n$", done.stderr)
     assert re.search(
         r"\[0\] (stopped: rank 0 .* lost rank 1 .*: exit code 5|hora\.errors\.PeerLost: .* needs rank 1 )", done.stderr
@@ -84,7 +84,7 @@ def test_a_rank_that_takes_long_to_end_is_to_blame_for_those_that_lost_it(
     launcher: Launcher, how: str, code: int
 ) -> None:
     done = launcher.run("run", "-n", 2, "fault.py", how, "auto", "lingers")
-    assert done.returncode == codes.SCRIPT_FAILED
+    assert done.returncode == exit_codes.SCRIPT_FAILED
     assert f" failed with exit code {code}; the others were stopped." in done.stderr
     assert re.search(r"^hora: rank 1 ", done.stderr, re.M) and "hora: rank 0" not in done.stderr
 
@@ -95,7 +95,7 @@ def test_ctrl_c_while_a_rank_takes_long_to_end_stops_the_run(launcher: Launcher)
     assert "[0] hora.errors.PeerLost: " in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == codes.INTERRUPTED
+    assert process.returncode == exit_codes.INTERRUPTED
     assert "hora: interrupted; stopping the rank (Ctrl-C again: at once)\n" in err and "rank 0 " not in err
 
 
@@ -116,7 +116,7 @@ def test_calls_that_differ_are_refused_on_every_rank_within_a_second(launcher: L
     if transport == "engine":  # it may keep a rank from its end: the next test's claim
         process.terminate()
     _, err = process.communicate(timeout=20)
-    assert transport == "engine" or (process.returncode, quiet(err)) == (codes.OK, "")
+    assert transport == "engine" or (process.returncode, quiet(err)) == (exit_codes.OK, "")
 
 
 SIDES = {
@@ -138,7 +138,7 @@ def test_a_script_that_survived_a_mismatch_on_the_engine_can_end(launcher: Launc
         process.terminate()
         process.communicate(timeout=20)
         raise
-    assert (process.returncode, quiet(err)) == (codes.OK, "")
+    assert (process.returncode, quiet(err)) == (exit_codes.OK, "")
 
 
 @pytest.mark.parametrize("transport", ["shm", "engine"])
@@ -156,7 +156,7 @@ def test_the_engines_own_reduction_of_different_shapes_is_refused(launcher: Laun
 @pytest.mark.full
 def test_a_slow_rank_is_named_after_10_s_and_waited_for(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, "slow.py")
-    assert (done.returncode, sorted(done.stdout.splitlines())) == (codes.OK, ["[0] sum 2.0", "[1] sum 2.0"])
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (exit_codes.OK, ["[0] sum 2.0", "[1] sum 2.0"])
     assert re.fullmatch(
         r"\[0\] .*rank 0 \(host .*\) has waited 10 s for rank 1 \(host .*, pid \d+\) in all_reduce .* \(call 1\)\n",
         done.stderr,
@@ -166,7 +166,7 @@ def test_a_slow_rank_is_named_after_10_s_and_waited_for(launcher: Launcher) -> N
 def test_a_rank_with_dataloader_workers_is_lost_as_soon_and_they_may_not_call_init(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, "loading.py", "killed", 1)
     assert delays(done.stdout, "killed").keys() == {0} and delays(done.stdout, "killed")[0] < 3.0
-    assert done.returncode == codes.RANK_KILLED
+    assert done.returncode == exit_codes.RANK_KILLED
     refusal = (
         r"\[\d\] refused: hora\.init\(\) was called in a child of the process that is this rank \(pid \d+\), a DataL"
     )
@@ -180,7 +180,7 @@ def test_ctrl_c_in_a_collective_ends_the_run_in_silence(launcher: Launcher) -> N
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert time.monotonic() - started_at < 3.0
-    assert (process.returncode, out) == (codes.INTERRUPTED, "")
+    assert (process.returncode, out) == (exit_codes.INTERRUPTED, "")
     assert without_advice(err) == "hora: interrupted; stopping 3 ranks (Ctrl-C again: at once)\n"
 
 

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from hora.launch import codes
+from hora.launch import exit_codes
 from hora.launch.forkserver import interpreter
 from hora.launch.forkserver.client import ForkServer
 from hora.launch.forkserver.messages import MAX_DESCRIPTORS, ForkReply, ProcessExit, ServerReady, frame
@@ -151,7 +151,7 @@ def test_the_end_of_the_fork_server_ends_the_ranks_and_is_named(launcher: Launch
     pid = forkserver_of(launcher)
     os.kill(pid, signal.SIGKILL)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == codes.RANK_KILLED
+    assert process.returncode == exit_codes.RANK_KILLED
     assert f"lost with the process that ranks are forked from (pid {pid}) was killed by SIGKILL" in err
 
 
@@ -263,4 +263,4 @@ def test_ctrl_c_while_torch_is_imported_ends_at_once(launcher: Launcher) -> None
         assert time.monotonic() < deadline
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == codes.INTERRUPTED and "Traceback" not in err
+    assert process.returncode == exit_codes.INTERRUPTED and "Traceback" not in err

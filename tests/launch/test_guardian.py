@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch import guardian
-from hora.launch.guardian import Guardian, sweep
+from hora.launch import reaper
+from hora.launch.reaper import Reaper, sweep
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_end_of_the_pipe_ends_groups_and_strays_and_removes_files(
     group, stray, forgotten = begin("another", sleepers), begin(run, sleepers), begin("another", sleepers)
     path = tmp_path / "a name with \n in it"
     path.write_text("")
-    watching = Guardian(run)
+    watching = Reaper(run)
     watching.group(group.pid)
     watching.group(forgotten.pid)
     watching.forget(forgotten.pid)
@@ -79,7 +79,7 @@ def test_done_sends_it_home_and_nobody_is_hurt(sleepers: list[subprocess.Popen[b
     process = begin(run, sleepers)
     path = tmp_path / "kept"
     path.write_text("")
-    watching = Guardian(run)
+    watching = Reaper(run)
     watching.group(process.pid)
     watching.file(str(path))
     watching.done()
@@ -89,7 +89,7 @@ def test_done_sends_it_home_and_nobody_is_hurt(sleepers: list[subprocess.Popen[b
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_it_ignores_the_signals_that_stop_a_launcher(number: signal.Signals) -> None:
-    watching = Guardian(secrets.token_hex(8))
+    watching = Reaper(secrets.token_hex(8))
     assert watching.pid is not None
     ignored = f"/proc/{watching.pid}/status"
     deadline = time.monotonic() + 10
@@ -105,7 +105,7 @@ def test_it_ignores_the_signals_that_stop_a_launcher(number: signal.Signals) -> 
 
 
 def test_it_needs_the_standard_library_only_and_starts_fast() -> None:
-    command = [sys.executable, "-I", "-S", "-X", "importtime", guardian.__file__, "run"]
+    command = [sys.executable, "-I", "-S", "-X", "importtime", reaper.__file__, "run"]
     done = subprocess.run(command, input=b"done\n", capture_output=True, timeout=20)
     assert done.returncode == 0
     for heavy in (b"subprocess", b"typing", b"site-packages", b"hora"):

@@ -9,23 +9,23 @@ import pytest
 
 import hora
 from hora.launch.config import RunConfig
-from hora.launch.hosts import spread, ssh
-from hora.launch.hosts.frames import Facts, Frames, Output, decode_agent, frame
-from hora.launch.hosts.host import Host, deal, parse, read_file
-from hora.launch.runfile import versions
+from hora.launch.hosts import multi_host, ssh
+from hora.launch.hosts.host import HostSpec, deal, parse, read_file
+from hora.launch.hosts.messages import FrameReader, HostFacts, ProcessOutput, decode_agent, frame
+from hora.runs.run_directory import versions
 from hora.strategies import parse as strategy
 
 
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("a", [Host("a")]),
-        ("a:2,b:2", [Host("a", 2), Host("b", 2)]),
-        (" a:2 , user@b ,", [Host("a", 2), Host("user@b")]),
-        ("[fe80::1]:3,10.0.0.2", [Host("fe80::1", 3), Host("10.0.0.2")]),
+        ("a", [HostSpec("a")]),
+        ("a:2,b:2", [HostSpec("a", 2), HostSpec("b", 2)]),
+        (" a:2 , user@b ,", [HostSpec("a", 2), HostSpec("user@b")]),
+        ("[fe80::1]:3,10.0.0.2", [HostSpec("fe80::1", 3), HostSpec("10.0.0.2")]),
     ],
 )
-def test_hosts_are_read_as_they_are_written(text: str, hosts: list[Host]) -> None:
+def test_hosts_are_read_as_they_are_written(text: str, hosts: list[HostSpec]) -> None:
     assert list(parse(text)) == hosts
 
 
@@ -54,7 +54,7 @@ def test_a_hostfile_has_a_host_per_line(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="line 5: 'd' is not understood"):
         read_file(str(path))
     path.write_text("a\tslots=2\nb:3 # there\n\nuser@c\n")
-    assert read_file(str(path)) == (Host("a", 2), Host("b", 3), Host("user@c"))
+    assert read_file(str(path)) == (HostSpec("a", 2), HostSpec("b", 3), HostSpec("user@c"))
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         read_file(str(tmp_path / "none"))
 
@@ -89,7 +89,7 @@ def config(tmp_path: pathlib.Path, **fields: object) -> RunConfig:
 
 
 def test_servers_are_dealt_from_the_last_host_on(tmp_path: pathlib.Path) -> None:
-    placed = spread.place(config(tmp_path, strategy=strategy("ps"), servers=3))
+    placed = multi_host.place(config(tmp_path, strategy=strategy("ps"), servers=3))
     assert placed == [
         [("worker", 0), ("worker", 1), ("server", 1)],
         [("worker", 2), ("worker", 3), ("server", 0), ("server", 2)],
@@ -99,20 +99,20 @@ def test_servers_are_dealt_from_the_last_host_on(tmp_path: pathlib.Path) -> None
 def test_only_what_is_meant_for_them_goes_to_the_hosts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SECRET", "WANDB_MODE", "NCCL_DEBUG", "HORA_RANK", "HORA_HISTORY", "HORA_TOKEN_FILE"):
         monkeypatch.setenv(name, "x")
-    sent = spread.forwarded(config(tmp_path, forward=("WANDB_*",), env=(("A", "1"), ("NCCL_DEBUG", "INFO"))))
+    sent = multi_host.forwarded(config(tmp_path, forward=("WANDB_*",), env=(("A", "1"), ("NCCL_DEBUG", "INFO"))))
     assert sent["WANDB_MODE"] == sent["HORA_HISTORY"] == "x"
     assert sent["A"] == "1" and sent["NCCL_DEBUG"] == "INFO"
     assert not {"SECRET", "HORA_RANK", "HORA_TOKEN_FILE"} & set(sent)
 
 
-def facts(**changed: str) -> Facts:
+def facts(**changed: str) -> HostFacts:
     python = ".".join(map(str, sys.version_info[:3]))
     told = {"python": python, "torch": versions()["torch"], "hora": hora.__version__, **changed}
-    return Facts(hostname="x", executable="/usr/bin/python", cores=2, time_ns=0, **told)  # type: ignore[arg-type]
+    return HostFacts(hostname="x", executable="/usr/bin/python", cores=2, time_ns=0, **told)  # type: ignore[arg-type]
 
 
 def test_whoever_differs_is_named() -> None:
-    spread.compare(["a", "b"], [facts(), facts()])
+    multi_host.compare(["a", "b"], [facts(), facts()])
     for changed, words in (
         ({"torch": "1.0"}, "host b has torch 1.0, this machine"),
         ({"python": "3.1.4"}, "host b has Python 3.1, this machine"),
@@ -121,14 +121,14 @@ def test_whoever_differs_is_named() -> None:
         ({"problem": "no folder"}, "host b: no folder"),
     ):
         with pytest.raises(ValueError, match=words):
-            spread.compare(["a", "b"], [facts(), facts(**changed)])
+            multi_host.compare(["a", "b"], [facts(), facts(**changed)])
 
 
 def test_clocks_that_are_apart_are_told_and_slow_answers_are_not() -> None:
     second = 10**9
-    assert spread.clocks(["a"], [5 * second], 0, 9 * second) == []
-    assert "host a is 7.0 s ahead of" in spread.clocks(["a"], [17 * second], 9 * second, 10 * second)[0]
-    assert "host a is 5.0 s behind" in spread.clocks(["a"], [4 * second], 9 * second, 10 * second)[0]
+    assert multi_host.clocks(["a"], [5 * second], 0, 9 * second) == []
+    assert "host a is 7.0 s ahead of" in multi_host.clocks(["a"], [17 * second], 9 * second, 10 * second)[0]
+    assert "host a is 5.0 s behind" in multi_host.clocks(["a"], [4 * second], 9 * second, 10 * second)[0]
 
 
 @pytest.mark.parametrize(
@@ -145,11 +145,11 @@ def test_clocks_that_are_apart_are_told_and_slow_answers_are_not() -> None:
     ],
 )  # fmt: skip
 def test_ssh_is_understood(said: str, words: str) -> None:
-    assert words in ssh.explain(Host("b"), said.split("|") if said else [], "/opt/py", "ssh")
+    assert words in ssh.explain(HostSpec("b"), said.split("|") if said else [], "/opt/py", "ssh")
 
 
 def test_frames_are_cut_as_they_were_sent() -> None:
-    sent = [Output("worker", 1, 2, b"\0" * 1000), Output("server", 0, 1, b"x")]
-    stream, frames = b"".join(frame(message) for message in sent), Frames()
+    sent = [ProcessOutput("worker", 1, 2, b"\0" * 1000), ProcessOutput("server", 0, 1, b"x")]
+    stream, frames = b"".join(frame(message) for message in sent), FrameReader()
     found = [decode_agent(body) for at in range(0, len(stream), 7) for body in frames.feed(stream[at : at + 7])]
     assert found == sent

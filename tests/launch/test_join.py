@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch import codes
+from hora.launch import exit_codes
 from launching import Launcher, read_until
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -43,19 +43,19 @@ ASYNC = ("--strategy", "ps:mode=async", "--servers", 1, "member.py")
 def test_workers_join_with_new_ranks_and_everybody_hears_of_them(launcher: Launcher, begin: Start) -> None:
     run = begin(*ASYNC, "worker0=host", "worker1=host", workers=2)
     done = launcher.run("run", "--join", "x", "-n", 2, "member.py")
-    assert (done.returncode, done.stderr) == (codes.OK, "")
+    assert (done.returncode, done.stderr) == (exit_codes.OK, "")
     for rank in (2, 3):
         found = re.search(rf"^\[{rank}\] joined (.*) as worker {rank} of 2 servers=1$", done.stdout, re.MULTILINE)
         assert found and found[1].startswith("worker 0, worker 1, worker ") and found[1].endswith(", server 0")
         assert f"[{rank}] left" in done.stdout
     out, err = run.communicate(timeout=20)
-    assert (run.returncode, err) == (codes.OK, "")
+    assert (run.returncode, err) == (exit_codes.OK, "")
     for prefix in ("[0]", "[1]", "[server 0]"):
         assert f"{prefix} heard worker 2 joined" in out and f"{prefix} heard worker 3 joined" in out
     record = launcher.state / "hora" / "runs" / "x-join-2"
     begun, ended = (json.loads((record / name).read_text()) for name in ("run.json", "end.json"))
     assert (begun["joins"], begun["ranks"], begun["strategy"]) == ("x", [2, 3], "ps:mode=async")
-    assert ended["code"] == codes.OK
+    assert ended["code"] == exit_codes.OK
 
 
 def test_two_who_join_at_once_never_get_the_same_rank(launcher: Launcher, begin: Start) -> None:
@@ -84,10 +84,10 @@ def test_the_run_waits_for_those_who_joined_when_its_own_workers_are_done(
 ) -> None:
     run = begin("--strategy", "ps:mode=ssp", "--servers", servers, "member.py", "worker0=greet")
     done = launcher.run("run", "--join", "x", "member.py")
-    assert (done.returncode, done.stderr) == (codes.OK, "") and "[1] left" in done.stdout
+    assert (done.returncode, done.stderr) == (exit_codes.OK, "") and "[1] left" in done.stdout
     assert "[1] heard worker 0 left" in done.stdout
     out, err = run.communicate(timeout=20)
-    assert (run.returncode, err) == (codes.OK, "")
+    assert (run.returncode, err) == (exit_codes.OK, "")
     assert servers == "colocated" or out.index("[server 0] heard worker 1 left") > out.index("[0] left")
 
 
@@ -97,10 +97,10 @@ def test_a_run_whose_own_workers_are_lost_lives_in_those_who_joined(launcher: La
     read_until(run, "[0] heard worker 1 joined")
     os.kill(pid_of(launcher, 0), signal.SIGKILL)
     _, err = run.communicate(timeout=20)
-    assert run.returncode == codes.OK
+    assert run.returncode == exit_codes.OK
     assert re.match(r"hora: rank 0 \(.*\) was killed by SIGKILL after step 10; the others go on\n", err)
     out, _ = guest.communicate(timeout=20)
-    assert guest.returncode == codes.OK and "[1] heard worker 0 died: killed by SIGKILL" in out
+    assert guest.returncode == exit_codes.OK and "[1] heard worker 0 died: killed by SIGKILL" in out
 
 
 def test_a_run_whose_own_workers_and_guests_are_lost_has_failed(launcher: Launcher, begin: Start) -> None:
@@ -111,26 +111,26 @@ def test_a_run_whose_own_workers_and_guests_are_lost_has_failed(launcher: Launch
     read_until(guest, "[1] heard worker 0 died")
     os.kill(pid_of(launcher, 1), signal.SIGKILL)
     _, err = run.communicate(timeout=20)
-    assert run.returncode == codes.RANK_KILLED
+    assert run.returncode == exit_codes.RANK_KILLED
     assert re.fullmatch(r"hora: rank 0 \(.*\) killed by SIGKILL\.", err.splitlines()[-1])
     guest.communicate(timeout=20)
-    assert guest.returncode == codes.RANK_KILLED
+    assert guest.returncode == exit_codes.RANK_KILLED
 
 
 def test_a_worker_that_joined_and_is_killed_is_reported_there_and_heard_here(launcher: Launcher, begin: Start) -> None:
     run = begin(*ASYNC, "worker0=host")
     done = launcher.run("run", "--join", "x", "member.py", "worker1=kill")
-    assert done.returncode == codes.RANK_KILLED
+    assert done.returncode == exit_codes.RANK_KILLED
     assert re.fullmatch(r"hora: rank 1 \(host .*, pid \d+\) killed by SIGKILL\.\n", done.stderr)
     out, err = run.communicate(timeout=20)
-    assert (run.returncode, err) == (codes.OK, "")
+    assert (run.returncode, err) == (exit_codes.OK, "")
     assert "[0] heard worker 1 died: its connection broke" in out
 
 
 def test_one_of_several_who_joined_may_be_lost(launcher: Launcher, begin: Start) -> None:
     begin(*ASYNC, "worker0=stay")
     done = launcher.run("run", "--join", "x", "-n", 2, "member.py", "worker2=kill")
-    assert done.returncode == codes.OK
+    assert done.returncode == exit_codes.OK
     assert re.search(r"hora: rank 2 \(.*\) was killed by SIGKILL; the others go on\n", done.stderr)
 
 
@@ -140,9 +140,9 @@ def test_ctrl_c_ends_those_who_joined_and_not_the_run(launcher: Launcher, begin:
     read_until(guest, "[1] joined")
     guest.send_signal(signal.SIGINT)
     _, err = guest.communicate(timeout=20)
-    assert guest.returncode == codes.INTERRUPTED and err.startswith("hora: interrupted; stopping the rank")
+    assert guest.returncode == exit_codes.INTERRUPTED and err.startswith("hora: interrupted; stopping the rank")
     out, _ = run.communicate(timeout=20)
-    assert run.returncode == codes.OK and "[0] heard worker 1 died" in out
+    assert run.returncode == exit_codes.OK and "[0] heard worker 1 died" in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -156,30 +156,30 @@ def test_when_the_run_ends_those_who_joined_notice_by_their_own_lines(
     started_at = time.monotonic()
     _, err = guest.communicate(timeout=20)
     assert time.monotonic() - started_at < 4.0
-    assert guest.returncode == codes.SCRIPT_FAILED and "the run is gone" in err
+    assert guest.returncode == exit_codes.SCRIPT_FAILED and "the run is gone" in err
 
 
 def test_a_run_that_its_script_made_elastic_can_be_joined(launcher: Launcher, begin: Start) -> None:
     begin("member.py", "worker0=host", "strategy:ps:mode=async")
     done = launcher.run("run", "--join", "x", "member.py")
-    assert (done.returncode, done.stderr) == (codes.OK, "") and "[1] joined worker 0, worker 1 as" in done.stdout
+    assert (done.returncode, done.stderr) == (exit_codes.OK, "") and "[1] joined worker 0, worker 1 as" in done.stdout
 
 
 def test_a_run_elsewhere_is_joined_through_its_directory(launcher: Launcher, begin: Start) -> None:
     folder = launcher.state / "elsewhere"
     begin("--run-dir", folder, *ASYNC, "worker0=stay")
     unknown = launcher.run("run", "--join", "x", "member.py")
-    assert unknown.returncode == codes.USAGE and "there is no run 'x'; no run is live" in unknown.stderr
+    assert unknown.returncode == exit_codes.USAGE and "there is no run 'x'; no run is live" in unknown.stderr
     done = launcher.run("run", "--join", "x", "--run-dir", folder, "member.py")
-    assert (done.returncode, done.stderr) == (codes.OK, "")
+    assert (done.returncode, done.stderr) == (exit_codes.OK, "")
     assert (launcher.state / "elsewhere-join-1" / "end.json").exists()
     other = launcher.run("run", "--join", "y", "--run-dir", folder, "member.py")
-    assert other.returncode == codes.USAGE and "is 'x', not 'y'" in other.stderr
+    assert other.returncode == exit_codes.USAGE and "is 'x', not 'y'" in other.stderr
 
 
 def refused(done: subprocess.CompletedProcess[str], says: str) -> bool:
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("hora run: "), done.stderr
-    return done.returncode == codes.USAGE and done.stdout == "" and says in done.stderr
+    return done.returncode == exit_codes.USAGE and done.stdout == "" and says in done.stderr
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ps", "ps:backup=1"])
@@ -213,7 +213,7 @@ def test_a_control_file_that_others_can_read_is_not_used(launcher: Launcher, beg
 def test_show_tells_of_a_live_run_and_nobody_in_it_hears_of_that(launcher: Launcher, begin: Start) -> None:
     run = begin(*ASYNC, "worker0=host", "--lr", "1 2")
     done = launcher.run("show", "x")
-    assert (done.returncode, done.stderr) == (codes.OK, "")
+    assert (done.returncode, done.stderr) == (exit_codes.OK, "")
     told = dict(line.split("  ", 1) for line in done.stdout.splitlines())
     told = {key.strip(): value.strip() for key, value in told.items()}
     assert told["run"] == "x" and re.fullmatch(r"running for \d+ s", told["state"])
@@ -232,14 +232,14 @@ def test_show_tells_the_ledger_of_a_live_run_and_of_one_that_ended(launcher: Lau
         "  rank 0 has done 1 and holds block 1",
     )
     live = launcher.run("show", "x", "--data")
-    assert (live.returncode, live.stderr) == (codes.OK, "")
+    assert (live.returncode, live.stderr) == (exit_codes.OK, "")
     assert all(line in live.stdout.splitlines() for line in wanted), live.stdout
     launcher.run("run", "--join", "x", "member.py")
     run.communicate(timeout=20)
     ended = launcher.run("show", "x", "--data").stdout
     assert ended.startswith("loader 0, epoch 0: 1 of 4 blocks done, 0 leased, 3 pending; 10 of 40 samples done\n")
     guest = launcher.run("show", "x-join-2", "--data")
-    assert guest.returncode == codes.USAGE and "has joined run 'x', which keeps the ledger" in guest.stderr
+    assert guest.returncode == exit_codes.USAGE and "has joined run 'x', which keeps the ledger" in guest.stderr
 
 
 def test_show_tells_how_a_run_ended(launcher: Launcher) -> None:
@@ -249,7 +249,7 @@ def test_show_tells_how_a_run_ended(launcher: Launcher) -> None:
     assert re.search(r"^cause +rank 1 \(host .*\) failed with exit code 1$", done.stdout, re.MULTILINE)
     assert re.search(r"^strategy +as the script says$", done.stdout, re.MULTILINE)
     unknown = launcher.run("show", "nothing")
-    assert unknown.returncode == codes.USAGE
+    assert unknown.returncode == exit_codes.USAGE
     assert unknown.stderr == "hora show: there is no run 'nothing'; no run is live\n"
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch import codes
+from hora.launch import exit_codes
 from launching import SCRIPTS, Launcher, read_until
 
 
 def test_every_rank_runs_and_the_script_gets_its_arguments_untouched(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 3, "hello.py", "--help", "-n", "7", "--", "x y", "")
-    assert done.returncode == codes.OK
+    assert done.returncode == exit_codes.OK
     wanted = [f"[{rank}] hello {rank} ['--help', '-n', '7', '--', 'x y', '']" for rank in range(3)]
     assert sorted(done.stdout.splitlines()) == wanted
     *own, _ = done.stderr.splitlines()  # the last is that none called hora.init()
@@ -88,7 +88,7 @@ def test_the_launcher_never_loads_torch(launcher: Launcher) -> None:
 
 def test_the_first_failure_is_printed_last_and_once_with_its_traceback(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 4, "fail.py", 2, "raise")
-    assert done.returncode == codes.SCRIPT_FAILED
+    assert done.returncode == exit_codes.SCRIPT_FAILED
     head, *tail = done.stderr[done.stderr.index("hora: ") :].splitlines()
     host = re.escape(socket.gethostname())
     assert re.fullmatch(
@@ -101,13 +101,13 @@ def test_the_first_failure_is_printed_last_and_once_with_its_traceback(launcher:
 @pytest.mark.parametrize(("how", "name"), [("kill", "SIGKILL"), ("segv", "SIGSEGV")])
 def test_a_killed_rank_is_told_from_a_failed_script(launcher: Launcher, how: str, name: str) -> None:
     done = launcher.run("run", "-n", 2, "fail.py", 1, how)
-    assert done.returncode == codes.RANK_KILLED
+    assert done.returncode == exit_codes.RANK_KILLED
     assert re.search(rf"hora: rank 1 \(host .*, pid \d+\) killed by {name}; the others were stopped\.", done.stderr)
 
 
 def test_an_exit_code_without_traceback_is_a_failure(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 1, "fail.py", 0, 9)
-    assert done.returncode == codes.SCRIPT_FAILED
+    assert done.returncode == exit_codes.SCRIPT_FAILED
     assert re.fullmatch(r"hora: rank 0 \(.*\) failed with exit code 9\.\n", done.stderr)
 
 
@@ -117,25 +117,29 @@ def test_the_others_are_stopped_within_3_s_even_if_they_ignore_sigterm(launcher:
     started_at = time.monotonic()
     process.communicate(timeout=20)
     assert time.monotonic() - started_at < 0.3 + 3.0
-    assert process.returncode == codes.SCRIPT_FAILED
+    assert process.returncode == exit_codes.SCRIPT_FAILED
 
 
 def test_an_echo_is_not_the_cause_when_another_rank_fails(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 3, "echo.py")
-    assert done.returncode == codes.SCRIPT_FAILED
+    assert done.returncode == exit_codes.SCRIPT_FAILED
     assert "hora: rank 2 " in done.stderr and done.stderr.endswith("ValueError: the real cause\n")
     assert "rank 1 (" not in done.stderr
 
 
 def test_an_echo_is_the_failure_when_nobody_else_fails(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 3, "echo.py", "alone", HORA_GRACE="0.2")
-    assert done.returncode == codes.SCRIPT_FAILED
+    assert done.returncode == exit_codes.SCRIPT_FAILED
     assert "hora: rank 1 " in done.stderr and "lost a rank that it needed" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, codes.INTERRUPTED), (signal.SIGTERM, codes.TERMINATED), (signal.SIGHUP, codes.TERMINATED)],
+    [
+        (signal.SIGINT, exit_codes.INTERRUPTED),
+        (signal.SIGTERM, exit_codes.TERMINATED),
+        (signal.SIGHUP, exit_codes.TERMINATED),
+    ],
 )
 def test_one_signal_stops_the_run_quietly(launcher: Launcher, number: signal.Signals, code: int) -> None:
     process = launcher.start("run", "-n", 3, "wait.py")
@@ -156,7 +160,7 @@ def test_ctrl_c_once_ends_deaf_ranks_within_3_s(launcher: Launcher) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert time.monotonic() - started_at < 3.0
-    assert process.returncode == codes.INTERRUPTED
+    assert process.returncode == exit_codes.INTERRUPTED
     assert err.splitlines()[-1] == "hora: killed what did not stop by itself: rank 0, 1."
 
 
@@ -169,7 +173,7 @@ def test_ctrl_c_twice_ends_deaf_ranks_at_once(launcher: Launcher) -> None:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
     assert time.monotonic() - started_at < 1.0
-    assert process.returncode == codes.INTERRUPTED
+    assert process.returncode == exit_codes.INTERRUPTED
 
 
 @pytest.mark.parametrize("after_s", [0.1, 0.15, 0.2])
@@ -181,7 +185,7 @@ def test_a_signal_during_the_start_works(launcher: Launcher, after_s: float) -> 
     process.communicate(timeout=20)
     assert time.monotonic() - started_at < 3.0
     # Before the launcher has taken the signal over, it is the operating system that ends it: nothing was started yet.
-    assert process.returncode in (codes.TERMINATED, -signal.SIGTERM)
+    assert process.returncode in (exit_codes.TERMINATED, -signal.SIGTERM)
 
 
 def test_sigkill_of_the_launcher_leaves_no_process_after_2_s(launcher: Launcher) -> None:
@@ -208,7 +212,7 @@ def test_sigkill_of_the_launcher_during_the_start_leaves_no_process(launcher: La
 
 def test_what_a_rank_leaves_behind_ends_with_the_run(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, "family.py", "end")
-    assert done.returncode == codes.OK
+    assert done.returncode == exit_codes.OK
     assert launcher.alive() == []
 
 
@@ -237,14 +241,14 @@ def test_the_run_directory_tells_what_was_run_and_how_it_ended(launcher: Launche
     begun, ended = (json.loads((folder / name).read_text()) for name in ("run.json", "end.json"))
     assert begun["command"] == ["fail.py", "1", "raise"] and begun["size"] == 2 and begun["strategy"] == "ring"
     assert begun["versions"].keys() == {"hora", "torch"}
-    assert ended["code"] == codes.SCRIPT_FAILED and ended["cause"].startswith("rank 1 ") and ended["seconds"] > 0
+    assert ended["code"] == exit_codes.SCRIPT_FAILED and ended["cause"].startswith("rank 1 ") and ended["seconds"] > 0
     assert sorted(os.listdir(folder)) == ["end.json", "memory.sqlite", "metrics.jsonl", "run.json"]
 
 
 def test_a_run_directory_that_cannot_be_written_costs_one_warning(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = launcher.run("run", "--run-dir", tmp_path / "file" / "run", "hello.py")
-    assert done.returncode == codes.OK
+    assert done.returncode == exit_codes.OK
     assert [line for line in done.stderr.splitlines() if line.startswith("hora: ")] == [
         f"hora: the run directory {tmp_path}/file/run cannot be written: Not a directory; the run goes on without it"
     ]
@@ -254,15 +258,15 @@ def test_two_live_runs_cannot_have_one_name(launcher: Launcher) -> None:
     process = launcher.start("run", "--name", "taken", "wait.py")
     read_until(process, "ready")
     second = launcher.run("run", "--name", "taken", "hello.py")
-    assert second.returncode == codes.USAGE and "a run is going on" in second.stderr
+    assert second.returncode == exit_codes.USAGE and "a run is going on" in second.stderr
     assert (launcher.state / "hora" / "runs" / "taken" / "control").exists()
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
-    assert launcher.run("run", "--name", "taken", "hello.py").returncode == codes.OK
+    assert launcher.run("run", "--name", "taken", "hello.py").returncode == exit_codes.OK
 
 
 def test_a_launcher_inside_a_rank_dies_with_the_outer_run(launcher: Launcher) -> None:
-    process: subprocess.Popen[str] = launcher.start("run", "-m", "hora.launch.cli", "run", "-n", 2, "wait.py", "deaf")
+    process: subprocess.Popen[str] = launcher.start("run", "-m", "hora.cli.main", "run", "-n", 2, "wait.py", "deaf")
     read_until(process, "[0] [0] ready", "[0] [1] ready")
     process.kill()
     assert launcher.wait_until_nobody(2.0) == []

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch import codes
-from hora.launch.output import IDLE_S, REDRAW_S, TRACEBACK_S, Log, Sink, Stream, as_shown
-from hora.launch.tracebacks import Fold, Verdict, exception_of, last_traceback, shorten
+from hora.launch import exit_codes
+from hora.terminal.screen import IDLE_S, REDRAW_S, TRACEBACK_S, RankStream, Sink, StreamLog, as_shown
+from hora.terminal.tracebacks import TracebackAction, TracebackFold, exception_of, last_traceback, shorten
 from launching import SCRIPTS, Launcher
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>', "    f()"]
@@ -31,7 +31,7 @@ class Paper(Sink):
 
 def show(*pieces: bytes) -> str:
     paper = Paper()
-    stream = Stream(paper, "[0] ")
+    stream = RankStream(paper, "[0] ")
     for piece in pieces:
         stream.feed(piece, 0.0)
     stream.close()
@@ -74,7 +74,7 @@ def test_carriage_returns_leave_what_a_terminal_would(line: str, shown: str) -> 
 
 def test_an_idle_unfinished_line_is_shown_and_goes_on_where_it_stood() -> None:
     paper = Paper()
-    stream = Stream(paper, "[0] ")
+    stream = RankStream(paper, "[0] ")
     stream.feed(b"wait", 10.0)
     stream.tick(10.0 + IDLE_S / 2)
     assert paper.text == ""
@@ -87,7 +87,7 @@ def test_an_idle_unfinished_line_is_shown_and_goes_on_where_it_stood() -> None:
 
 def test_another_rank_never_writes_into_an_unfinished_line() -> None:
     paper = Paper()
-    one, other = Stream(paper, "[0] "), Stream(paper, "[1] ")
+    one, other = RankStream(paper, "[0] "), RankStream(paper, "[1] ")
     one.feed(b"wait", 0.0)
     one.tick(IDLE_S)
     other.feed(b"hello\n", 1.0)
@@ -97,7 +97,7 @@ def test_another_rank_never_writes_into_an_unfinished_line() -> None:
 
 def test_a_bar_that_never_ends_its_line_is_shown_now_and_then_not_at_each_change() -> None:
     paper = Paper()
-    stream = Stream(paper, "[0] ")
+    stream = RankStream(paper, "[0] ")
     for tick in range(200):
         stream.feed(f"\r{tick:3d}".encode(), tick * 0.1)
         stream.tick(tick * 0.1)
@@ -106,8 +106,8 @@ def test_a_bar_that_never_ends_its_line_is_shown_now_and_then_not_at_each_change
     assert paper.text.endswith("[0] 199\n")
 
 
-def fold(verdict: Verdict = Verdict.SHOW) -> tuple[Fold, Callable[[list[str]], list[str]]]:
-    folding = Fold(lambda exception: verdict)
+def fold(verdict: TracebackAction = TracebackAction.SHOW) -> tuple[TracebackFold, Callable[[list[str]], list[str]]]:
+    folding = TracebackFold(lambda exception: verdict)
     return folding, lambda lines: [shown for line in lines for shown in folding.push(line)]
 
 
@@ -118,13 +118,13 @@ def test_a_traceback_is_held_until_it_is_decided_and_order_is_kept() -> None:
 
 
 def test_a_dropped_traceback_drops_nothing_after_it() -> None:
-    folding, push = fold(Verdict.DROP)
+    folding, push = fold(TracebackAction.DROP)
     assert push(["before", *TRACEBACK, "KeyboardInterrupt", "after"]) == ["before"]
     assert folding.release() == ["after"]
 
 
 def test_an_echo_is_folded_to_its_last_line() -> None:
-    folding, push = fold(Verdict.LAST_LINE)
+    folding, push = fold(TracebackAction.LAST_LINE)
     push([*TRACEBACK, "hora.errors.PeerLost: rank 2 is gone"])
     assert folding.release() == ["hora.errors.PeerLost: rank 2 is gone"]
 
@@ -138,7 +138,7 @@ def test_chained_tracebacks_are_one_and_separate_ones_are_two() -> None:
         "",
     ]
     seen = []
-    folding = Fold(lambda exception: seen.append(exception) or Verdict.SHOW)  # type: ignore[func-returns-value]
+    folding = TracebackFold(lambda exception: seen.append(exception) or TracebackAction.SHOW)  # type: ignore[func-returns-value]
     for line in [*chain, *TRACEBACK, "KeyError: 1", *TRACEBACK, "OSError: 2"]:
         folding.push(line)
     folding.release()
@@ -147,7 +147,7 @@ def test_chained_tracebacks_are_one_and_separate_ones_are_two() -> None:
 
 def test_a_held_traceback_is_shown_when_nothing_decides_about_it() -> None:
     paper = Paper()
-    stream = Stream(paper, "", fold=fold()[0])
+    stream = RankStream(paper, "", fold=fold()[0])
     stream.feed("\n".join([*TRACEBACK, "E: 1", ""]).encode(), 5.0)
     stream.tick(5.0 + TRACEBACK_S / 2)
     assert paper.text == ""
@@ -167,7 +167,7 @@ def test_the_last_traceback_and_its_exception_are_found() -> None:
 
 def test_a_log_that_cannot_be_written_warns_once_and_the_run_goes_on() -> None:
     said: list[str] = []
-    log = Log("/dev/full", said.append)
+    log = StreamLog("/dev/full", said.append)
     log.write(b"x")
     log.write(b"x")
     assert len(said) == 1 and "No space left" in said[0]
@@ -175,7 +175,7 @@ def test_a_log_that_cannot_be_written_warns_once_and_the_run_goes_on() -> None:
 
 def test_nothing_is_lost_and_order_is_kept_with_10000_lines_from_4_ranks(launcher: Launcher, tmp_path: Path) -> None:
     done = launcher.run("run", "-n", 4, "--log-dir", tmp_path / "logs", "lines.py", 10_000)
-    assert done.returncode == codes.OK
+    assert done.returncode == exit_codes.OK
     for rank in range(4):
         wanted = [f"line {i} {'x' * (i % 80)}" for i in range(10_000)] + ["the last line has no newline"]
         assert [line[4:] for line in done.stdout.splitlines() if line.startswith(f"[{rank}] ")] == wanted
@@ -191,11 +191,11 @@ def test_color_is_for_terminals_or_on_request(launcher: Launcher) -> None:
 
 
 def test_a_reader_that_leaves_stops_the_run_cleanly(launcher: Launcher) -> None:
-    command = f"{sys.executable} -m hora.launch.cli run -n 2 lines.py 10000000 | head -n 1; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m hora.cli.main run -n 2 lines.py 10000000 | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=SCRIPTS, env=launcher.env, capture_output=True, text=True, timeout=40
     )
-    assert done.returncode == codes.OUTPUT_CLOSED
+    assert done.returncode == exit_codes.OUTPUT_CLOSED
     assert [line for line in done.stderr.splitlines() if not line.startswith("[")] == [
         "hora: nobody reads this output any more; stopping 2 ranks"
     ]
@@ -208,5 +208,5 @@ def test_a_reader_that_stops_reading_does_not_keep_a_signal_from_working(launche
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.5)
     process.terminate()
-    assert process.wait(timeout=4) == codes.TERMINATED
+    assert process.wait(timeout=4) == exit_codes.TERMINATED
     process.communicate()

@@ -9,34 +9,34 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from hora.launch import panel
-from hora.watch.now import Event, Now, Server, Worker
+from hora.monitor.status import RunEvent, RunStatus, ServerStatus, WorkerStatus
+from hora.terminal import panel
 
 ADDRESS = "http://127.0.0.1:8320/runs/mnist-3"
 HOSTILE = ("\x1b[2J", "\x1b]0;t\x07", "a\nb", "[red]x[/red]", "\u202eevil", "宽" * 40, "", "x" * 500, "\x00", "e\u0301")
 
 
-def worker(rank: int, **facts: Any) -> Worker:
+def worker(rank: int, **facts: Any) -> WorkerStatus:
     known = {"compute_s": 0.1, "comm_s": 0.02, "wait_s": 0.0, "samples_per_s": 533.3, "step": 1284, **facts}
-    return Worker(rank=rank, name=f"rank {rank} (host a, pid {400 + rank})", **known)
+    return WorkerStatus(rank=rank, name=f"rank {rank} (host a, pid {400 + rank})", **known)
 
 
-def run(size: int = 4, **facts: Any) -> Now:
+def run(size: int = 4, **facts: Any) -> RunStatus:
     known: dict[str, Any] = {
         "run": "mnist-3", "strategy": "ring", "size": size, "state": "running", "seconds": 134.0, "step": 1284,
         "epoch": 1, "epochs": 3, "progress": 0.43, "eta_s": 178.0, "samples": 12345, "samples_per_s": 2133.0,
         "steps_per_s": 8.13, "values": {"accuracy": 0.9131, "loss": 0.31244},
         "workers": [worker(rank) for rank in range(size)],
     }  # fmt: skip
-    return Now(**{**known, **facts})
+    return RunStatus(**{**known, **facts})
 
 
-def render(now: Now, width: int = 100, height: int = 40, *events: Event, color: bool = False) -> list[str]:
+def render(now: RunStatus, width: int = 100, height: int = 40, *events: RunEvent, color: bool = False) -> list[str]:
     return panel.render(now, width=width, height=height, address=ADDRESS, color=color, events=events)
 
 
-def event(text: str, kind: str = "slow", at: float = 122.0) -> Event:
-    return Event(number=1, at=at, step=7, kind=kind, who="rank 1", text=text)
+def event(text: str, kind: str = "slow", at: float = 122.0) -> RunEvent:
+    return RunEvent(number=1, at=at, step=7, kind=kind, who="rank 1", text=text)
 
 
 def line(lines: list[str], start: str) -> str:
@@ -72,7 +72,7 @@ def test_the_bar_is_as_long_as_the_progress() -> None:
 def test_without_progress_epochs_or_values_it_says_less() -> None:
     lines = render(run(progress=None, eta_s=None, epoch=None, epochs=None, values={}))
     assert lines[1] == " step 1,284" and "nothing logged yet" in lines[2]
-    assert len(render(Now(run="x"), 100, 40)) == 4, "a run that has not begun"
+    assert len(render(RunStatus(run="x"), 100, 40)) == 4, "a run that has not begun"
 
 
 def test_values_that_have_no_place_are_counted() -> None:
@@ -135,7 +135,7 @@ def test_even_workers_do_not_change_places_for_a_few_percent() -> None:
 
 
 def test_servers_tell_their_load_and_lags_are_put_into_words() -> None:
-    servers = [Server(number=k, load_bytes=4_200_000, updates_per_s=38.2, busy=0.62, queue=k) for k in range(6)]
+    servers = [ServerStatus(number=k, load_bytes=4_200_000, updates_per_s=38.2, busy=0.62, queue=k) for k in range(6)]
     now = run(2, strategy="ps:mode=async", servers=servers, lags={0: 50, 1: 40, 5: 9, 14: 1})
     lines = render(now)
     assert re.fullmatch(r" server 1  █+·+ +62 % busy   queue 1   38\.2 updates/s   4\.2 MB", line(lines, "server 1"))
@@ -177,7 +177,7 @@ def test_it_fits_whatever_the_run_and_the_terminal_are(seed: int) -> None:
     def name() -> str:
         return chance.choice((*HOSTILE, "loss", "accuracy", "a long name of a value"))
 
-    def worker_of(rank: int) -> Worker:
+    def worker_of(rank: int) -> WorkerStatus:
         seconds = {"compute_s": number(1), "comm_s": number(1), "wait_s": number(9)}
         state = chance.choice(("alive", "alive", "left", "died", HOSTILE[0]))
         slow = chance.choice((0.0, 1.7, 123.4))
@@ -185,7 +185,7 @@ def test_it_fits_whatever_the_run_and_the_terminal_are(seed: int) -> None:
 
     workers = [worker_of(rank) for rank in range(chance.choice((0, 1, 2, 4, 8, 9, 16, 64)))]
     servers = [
-        Server(number=k, busy=number(1), queue=chance.randint(0, 10**6), load_bytes=chance.randint(0, 10**12))
+        ServerStatus(number=k, busy=number(1), queue=chance.randint(0, 10**6), load_bytes=chance.randint(0, 10**12))
         for k in range(chance.choice((0, 0, 1, 2, 9)))
     ]
     now = run(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch import codes
+from hora.launch import exit_codes
 from launching import SCRIPTS, Launcher, read_until
 
 pytestmark = pytest.mark.timeout(240)  # several processes import torch on whatever cores there are
@@ -186,7 +186,7 @@ def test_a_run_that_saves_after_it_lost_a_worker_is_restored(launcher: Launcher,
 
 def test_a_killed_worker_ends_a_sync_run_and_is_named(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, "--servers", 1, "--strategy", "ps", "ps_train.py", "--fault", "kill-between")
-    assert done.returncode == codes.RANK_KILLED
+    assert done.returncode == exit_codes.RANK_KILLED
     assert re.fullmatch(r"hora: rank 1 \(.*\) killed by SIGKILL.*", ours(done.stderr)[-1]), done.stderr
 
 
@@ -197,7 +197,7 @@ def test_a_killed_server_ends_the_run_and_is_named(launcher: Launcher, tmp_path:
     os.kill(_pid_of(launcher, "server", 1), signal.SIGKILL)
     started_at = time.monotonic()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == codes.RANK_KILLED and time.monotonic() - started_at < 5.0
+    assert process.returncode == exit_codes.RANK_KILLED and time.monotonic() - started_at < 5.0
     assert re.fullmatch(
         r"hora: server 1 \(host .*, pid \d+\) killed by SIGKILL, and its parameters are lost with it; the others were "
         r"stopped\.", ours(err)[-1],
@@ -212,7 +212,7 @@ def test_ctrl_c_ends_workers_and_servers_within_three_seconds(launcher: Launcher
     process.send_signal(signal.SIGINT)
     started_at = time.monotonic()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == codes.INTERRUPTED and time.monotonic() - started_at < 3.0
+    assert process.returncode == exit_codes.INTERRUPTED and time.monotonic() - started_at < 3.0
     assert "Traceback" not in err and "KILL" not in err, err
 
 
@@ -256,7 +256,7 @@ def test_a_sync_run_cannot_be_joined(launcher: Launcher) -> None:
                          "say", "--pause", 0.02, "--epochs", 50)  # fmt: skip
     read_until(run, "[0] step 1")
     guest = launcher.run("run", "--join", "x", "ps_train.py")
-    assert guest.returncode == codes.USAGE and guest.stderr.count("\n") == 1
+    assert guest.returncode == exit_codes.USAGE and guest.stderr.count("\n") == 1
     assert "run 'x' cannot be joined: its strategy is ps, and workers may join under ps:mode=async" in guest.stderr
     run.send_signal(signal.SIGINT)
     run.communicate(timeout=60)
@@ -274,20 +274,20 @@ def test_processes_that_build_different_models_are_named(
     launcher: Launcher, fault: str, says: str, strategy: str
 ) -> None:
     done = launcher.run("run", "-n", 2, "--servers", 1, "--strategy", strategy, "ps_train.py", "--fault", fault)
-    assert done.returncode not in (0, codes.INTERRUPTED)
+    assert done.returncode not in (0, exit_codes.INTERRUPTED)
     assert re.search(says, done.stderr), done.stderr
 
 
 def test_a_nan_in_sync_is_named_and_ends_all(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, "--servers", 1, "--strategy", "ps", "ps_train.py", "--fault", "nan")
-    assert done.returncode == codes.SCRIPT_FAILED
+    assert done.returncode == exit_codes.SCRIPT_FAILED
     last = done.stderr.strip().splitlines()[-1]
     assert "the gradient of 0.weight" in last and "on rank 1" in last and "is not finite" in last, done.stderr
 
 
 def test_a_nan_in_async_is_named_and_ends_the_run(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, "--servers", 1, *ASYNC, "ps_train.py", "--fault", "nan", "--pause", 0.005)
-    assert done.returncode == codes.SCRIPT_FAILED and ends(done.stdout) == []
+    assert done.returncode == exit_codes.SCRIPT_FAILED and ends(done.stdout) == []
     assert "is not finite" in done.stderr.splitlines()[-1] and "hora: rank 1 " in done.stderr
 
 
@@ -303,7 +303,7 @@ def test_a_nan_is_skipped_where_that_is_wanted(launcher: Launcher, strategy: str
 
 def test_more_servers_than_blocks_is_one_clear_line(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 1, "--servers", 7, *ASYNC, "ps_train.py")
-    assert done.returncode == codes.SCRIPT_FAILED
+    assert done.returncode == exit_codes.SCRIPT_FAILED
     assert (
         "7 servers for a model of 6 blocks: each server needs one at least, so say --servers 6 or less" in done.stderr
     )

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch.footer import fitting, num_cells
-from hora.launch.output import HIDDEN_S, IDLE_S, PANEL_S, Screen, Stream
-from hora.launch.tracebacks import Verdict
+from hora.terminal.footer import fitting, num_cells
+from hora.terminal.screen import HIDDEN_S, IDLE_S, PANEL_S, RankStream, Screen
+from hora.terminal.tracebacks import TracebackAction
 
 pyte = pytest.importorskip("pyte", reason="the terminal that looks at the panel: pip install pyte")
 Row = dict[int, str]
@@ -98,8 +98,8 @@ class Desk:
         self.streams = [stream for rank in range(4) for stream in self._streams(rank)]
         self.now = 100.0
 
-    def _streams(self, rank: int) -> tuple[Stream, Stream]:
-        return self.screen.streams("worker", rank, log_dir=None, verdict=lambda exception: Verdict.SHOW)
+    def _streams(self, rank: int) -> tuple[RankStream, RankStream]:
+        return self.screen.streams("worker", rank, log_dir=None, verdict=lambda exception: TracebackAction.SHOW)
 
     def size(self, columns: int, lines: int, *, wraps: bool = False, pulls: bool = False) -> None:
         self.read()
@@ -295,7 +295,8 @@ def test_any_interleaving_leaves_the_lines_as_written_and_one_panel_below_them(s
     with open(tmp_path / "plain", "w+b") as file:
         plain = Screen(size=4, color="never", out=file.fileno(), err=file.fileno())
         twins = [
-            plain.streams("worker", rank, log_dir=None, verdict=lambda exception: Verdict.SHOW) for rank in range(4)
+            plain.streams("worker", rank, log_dir=None, verdict=lambda exception: TracebackAction.SHOW)
+            for rank in range(4)
         ]
         streams = list(zip(desk.streams, (stream for pair in twins for stream in pair), strict=True))
         lengths = [0] * len(streams)

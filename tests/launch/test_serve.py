@@ -17,8 +17,8 @@ import pytest
 from predictions import LIMIT_S, Run, ask, running
 
 from hora import checkpoint
-from hora.launch import codes, report
-from hora.launch.cli import main
+from hora.cli.main import main
+from hora.launch import exit_codes, outcome
 from launching import Launcher
 
 # Several processes import torch on whatever cores there are.
@@ -65,7 +65,7 @@ def test_an_answer_of_step_s_is_rank_0s_own_after_step_s(launcher: Launcher, tmp
     ) as run:  # fmt: skip
         answers = collect(run, 40)
         enough.touch()
-        assert run.end() == codes.OK, run.text
+        assert run.end() == exit_codes.OK, run.text
     assert steps_never_go_back(answers)
     outputs = written(told)
     for answer in answers:
@@ -81,7 +81,7 @@ def test_under_async_an_answer_carries_the_lowest_version_and_the_spread(launche
     ) as run:  # fmt: skip
         answers = collect(run, 40)
         enough.touch()
-        assert run.end() == codes.OK, run.text
+        assert run.end() == exit_codes.OK, run.text
     assert steps_never_go_back(answers)
     assert all(0 <= answer["spread"] < 50 for answer in answers)
 
@@ -95,7 +95,7 @@ def test_answers_do_not_wait_for_a_round_and_say_which_it_was(launcher: Launcher
     ) as run:  # fmt: skip
         answers = collect(run, 40)
         enough.touch()
-        assert run.end() == codes.OK, run.text
+        assert run.end() == exit_codes.OK, run.text
     assert steps_never_go_back(answers)
     assert all(answer["step"] == 8 * answer["round"] + answer["local_step"] for answer in answers)
     within = [answer for answer in answers if answer["local_step"]]
@@ -113,7 +113,7 @@ def test_a_predictor_that_is_killed_is_named_and_the_training_goes_on(launcher: 
         os.kill(predictor, signal.SIGKILL)
         run.await_line(rf"hora: the predictor \(host .*, pid {predictor}\) was killed by SIGKILL; training goes on")
         enough.touch()
-        assert run.end() == codes.OK, run.text
+        assert run.end() == exit_codes.OK, run.text
     assert len(re.findall("ended at", run.text)) == 2
     assert "serving 'serving'" in (tmp_path / "logs" / "predictor.err").read_text()
 
@@ -123,7 +123,7 @@ def test_only_an_end_of_its_own_is_explained_by_an_exception() -> None:
         child: Any = SimpleNamespace(
             name="predictor", host="h", pid=1, returncode=code, how=how, exception="ValueError: old"
         )
-        assert ("ValueError: old" in report.silenced(child, training=True)) == explained
+        assert ("ValueError: old" in outcome.silenced(child, training=True)) == explained
 
 
 def await_end_of(pids: list[int]) -> None:
@@ -150,7 +150,7 @@ def _role(pid: int) -> str:
 )
 def test_whatever_is_wrong_with_the_predictor_the_training_ends_well(launcher: Launcher, fault: str, said: str) -> None:
     done = launcher.run("run", "-n", 2, "--serve", 0, "serving.py", "--steps", 1200, "--pause", 0.002, "--fault", fault)
-    assert done.returncode == codes.OK, done.stderr
+    assert done.returncode == exit_codes.OK, done.stderr
     assert said in done.stderr
     assert len(re.findall("ended at", done.stdout)) == 2
 
@@ -159,7 +159,7 @@ def test_a_port_that_is_taken_is_a_mistake_on_the_command_line(launcher: Launche
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = launcher.run("run", "--serve", port, "serving.py")
-    assert done.returncode == codes.USAGE and done.stdout == ""
+    assert done.returncode == exit_codes.USAGE and done.stdout == ""
     assert f"cannot serve on 127.0.0.1:{port}" in done.stderr and "--serve 0" in done.stderr
 
 
@@ -174,7 +174,7 @@ def test_serve_after_goes_on_with_the_last_parameters_until_ctrl_c(launcher: Lau
         last = max(written(told))
         assert (status, answer["step"], answer["outputs"]) == (200, last, written(told)[last])
         run.process.send_signal(signal.SIGINT)
-        assert run.end() == codes.OK, run.text
+        assert run.end() == exit_codes.OK, run.text
     assert "the predictor closes; training had ended" in run.text and "Traceback" not in run.text
 
 
@@ -192,7 +192,7 @@ def test_the_servers_parameters_are_served_after_the_servers_end(launcher: Launc
         last = max(written(told))
         assert (status, answer["step"], answer["outputs"]) == (200, last, written(told)[last])
         run.process.send_signal(signal.SIGTERM)
-        assert run.end() == codes.OK, run.text
+        assert run.end() == exit_codes.OK, run.text
 
 
 def test_bad_requests_and_checkpoints_during_training_harm_nobody(launcher: Launcher, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_bad_requests_and_checkpoints_during_training_harm_nobody(launcher: Laun
             assert ask(run.port, Host="evil.example")[0] == 403
             answers.append(ask(run.port)[1])
         enough.touch()
-        assert run.end() == codes.OK, run.text
+        assert run.end() == exit_codes.OK, run.text
     assert steps_never_go_back(answers)
     outputs = written(told)
     assert all(answer["outputs"] == outputs[answer["step"]] for answer in answers)
@@ -220,21 +220,21 @@ def test_bad_requests_and_checkpoints_during_training_harm_nobody(launcher: Laun
 def test_hora_serve_answers_as_the_saved_model_does(launcher: Launcher, tmp_path: Path) -> None:
     saved, told = tmp_path / "saved", tmp_path / "told"
     done = launcher.run("run", "serving.py", "--steps", 60, "--save", saved, "--told", told)
-    assert done.returncode == codes.OK, done.stderr
+    assert done.returncode == exit_codes.OK, done.stderr
     found = checkpoint.newest(saved)
     assert found is not None and "FP32" in found.record["signature"]
     with running(launcher, "serve", "--port", 0, saved, "serving.py") as run:
         status, answer = ask(run.port)
         assert (status, answer["step"], answer["outputs"]) == (200, found.step, written(told)[found.step])
         run.process.send_signal(signal.SIGINT)
-        assert run.end() == codes.OK, run.text
+        assert run.end() == exit_codes.OK, run.text
 
 
 @pytest.mark.full
 def test_hora_serve_answers_from_any_step_and_refuses_another_model(launcher: Launcher, tmp_path: Path) -> None:
     saved, told = tmp_path / "saved", tmp_path / "told"
     done = launcher.run("run", "serving.py", "--steps", 60, "--save", saved, "--told", told)
-    assert done.returncode == codes.OK, done.stderr
+    assert done.returncode == exit_codes.OK, done.stderr
     for where, step in ((saved / "step-50", 50),):
         with running(launcher, "serve", "--port", 0, where, "serving.py") as run:
             status, answer = ask(run.port)
@@ -242,12 +242,12 @@ def test_hora_serve_answers_from_any_step_and_refuses_another_model(launcher: La
             status, answer = ask(run.port, b"[[1, 2]]")
             assert status == 400 and "[2" not in answer["error"].partition("expected")[2]
             run.process.send_signal(signal.SIGINT)
-            assert run.end() == codes.OK, run.text
+            assert run.end() == exit_codes.OK, run.text
     other = launcher.run("serve", "--port", 0, saved, "serving.py", "--width", 9)
-    assert other.returncode == codes.SCRIPT_FAILED
+    assert other.returncode == exit_codes.SCRIPT_FAILED
     assert re.search(r"HoraError: 0.weight has shape \[8, 6\] in .*: it is of another model", other.stderr)
     early = launcher.run("serve", "--port", 0, saved, "serving.py", "--fault", "no-prepare")
-    assert early.returncode == codes.SCRIPT_FAILED
+    assert early.returncode == exit_codes.SCRIPT_FAILED
     assert early.stderr == ("hora serve: the script ended before job.prepare(model, optimizer): nothing was served\n")
 
 
@@ -265,7 +265,7 @@ def test_what_hora_serve_cannot_do_is_told_before_the_script_is_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty" / "step-7").mkdir(parents=True)
     (tmp_path / "train.py").touch()
-    assert main(["serve", *given, "train.py"]) == codes.USAGE
+    assert main(["serve", *given, "train.py"]) == exit_codes.USAGE
     told = capsys.readouterr().err
     assert said in told and len(told.splitlines()) == 1
 
@@ -283,5 +283,5 @@ def test_what_hora_serve_cannot_do_is_told_before_the_script_is_run(
 )
 def test_wrong_flags_are_told_before_anything_starts(launcher: Launcher, flags: tuple[Any], said: str) -> None:
     done = launcher.run("run", *flags, "serving.py")
-    assert (done.returncode, done.stdout) == (codes.USAGE, "")
+    assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
     assert said in done.stderr and len(done.stderr.splitlines()) == 1

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch import cli, codes, servers
-from hora.launch.environment import read
-from hora.launch.servers import Costs
+from hora.cli import main
+from hora.launch import exit_codes, servers
+from hora.launch.servers import ServerCosts
+from hora.rendezvous.environment import read
 from launching import SCRIPTS, Launcher, read_until
 
 PS = ("--strategy", "ps:mode=async")
@@ -30,7 +31,7 @@ def ours(err: str) -> list[str]:
 
 def test_servers_run_the_same_script_and_are_told_who_they_are(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, *PS, "--servers", 2, "identity.py", "--lr", "1")
-    assert done.returncode == codes.OK, done.stderr
+    assert done.returncode == exit_codes.OK, done.stderr
     found = {line.partition("] ")[0] + "]": json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines()}
     assert found.keys() == {"[0]", "[1]", "[server 0]", "[server 1]"}
     for prefix, fact in found.items():
@@ -55,7 +56,7 @@ def test_without_a_strategy_nobody_is_told_of_servers(launcher: Launcher) -> Non
 
 def test_workers_and_servers_meet_and_servers_end_with_the_last_worker(launcher: Launcher, tmp_path: Path) -> None:
     done = launcher.run("run", "-n", 2, *PS, "--servers", 1, "--log-dir", tmp_path / "logs", "--name", "x", "member.py")
-    assert (done.returncode, done.stderr) == (codes.OK, "")
+    assert (done.returncode, done.stderr) == (exit_codes.OK, "")
     assert "[server 0] joined worker 0, worker 1, server 0 as server 0 of 2 servers=1" in done.stdout
     assert "[server 0] heard worker 1 left" in done.stdout and "[server 0] left" in done.stdout
     assert sorted(os.listdir(tmp_path / "logs")) == sorted(
@@ -70,13 +71,13 @@ def test_ctrl_c_stops_servers_too(launcher: Launcher) -> None:
     read_until(process, "[0] ready", "[1] ready", "[server 0] ready", "[server 1] ready")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == codes.INTERRUPTED
+    assert process.returncode == exit_codes.INTERRUPTED
     assert err == "hora: interrupted; stopping 2 ranks and 2 servers (Ctrl-C again: at once)\n"
 
 
 def test_a_server_that_does_not_end_with_the_run_is_made_to_and_that_is_no_failure(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 1, *PS, "--servers", 1, "member.py", "server=deaf", HORA_GRACE="0.03")
-    assert (done.returncode, done.stderr) == (codes.OK, "hora: server 0 did not end with the run and is made to\n")
+    assert (done.returncode, done.stderr) == (exit_codes.OK, "hora: server 0 did not end with the run and is made to\n")
 
 
 # -- how many ----------------------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ def test_a_server_that_does_not_end_with_the_run_is_made_to_and_that_is_no_failu
 def test_there_are_as_many_servers_as_keep_up_and_as_cores_are_left(
     workers: int, cores: int, costs: tuple[float, float], wanted: int
 ) -> None:
-    count, why = servers.default(workers, cores, Costs(worker_ns=costs[0], server_ns=costs[1]))
+    count, why = servers.default(workers, cores, ServerCosts(worker_ns=costs[0], server_ns=costs[1]))
     assert count == wanted
     assert why.startswith(f"{wanted} server") and f"for {workers} worker" in why and "--servers N to choose" in why
     assert f"{costs[0]:.3f} ns/byte" in why
@@ -115,7 +116,7 @@ def test_a_default_number_of_servers_is_explained_in_one_line_and_recorded(launc
     done = launcher.run("run", "-n", 2, "--name", "x", *PS, "member.py")
     (line,) = done.stderr.splitlines()
     found = re.match(r"hora: (\d+) servers? for 2 workers: .* ns/byte .*; --servers N to choose$", line)
-    assert found and done.returncode == codes.OK
+    assert found and done.returncode == exit_codes.OK
     assert len(re.findall(r"\[server \d\] joined", done.stdout)) == int(found[1])
     begun = json.loads((launcher.state / "hora" / "runs" / "x" / "run.json").read_text())
     assert begun["servers"] == int(found[1])
@@ -139,7 +140,7 @@ def test_a_wrong_number_of_servers_is_one_line_and_exit_code_2(
     arguments: list[str], says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(SCRIPTS)
-    assert cli.main(["run", *arguments, "hello.py"]) == codes.USAGE
+    assert main.main(["run", *arguments, "hello.py"]) == exit_codes.USAGE
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1 and says in err
 
@@ -186,7 +187,7 @@ def test_a_script_alone_can_only_have_a_colocated_server() -> None:
 def test_an_elastic_run_goes_on_without_a_killed_worker_and_says_so_twice(launcher: Launcher, how: str) -> None:
     chosen = [*PS, "--servers", "1"] if how == "command line" else []
     done = launcher.run("run", "-n", 3, "--name", "x", *chosen, "member.py", "worker2=kill", "strategy:ps:mode=ssp")
-    assert done.returncode == codes.OK, done.stderr
+    assert done.returncode == exit_codes.OK, done.stderr
     first, last = done.stderr.splitlines()
     who = r"rank 2 \(host .*, pid \d+\) was killed by SIGKILL after step 12"
     assert re.fullmatch(rf"hora: {who}; the others go on", first)
@@ -202,20 +203,20 @@ def test_an_elastic_run_goes_on_without_a_killed_worker_and_says_so_twice(launch
 def test_an_exception_of_a_worker_ends_an_elastic_run_too(launcher: Launcher) -> None:
     """It is a mistake of the script, which the others have as well."""
     done = launcher.run("run", "-n", 2, *PS, "--servers", 1, "member.py", "worker1=raise", HORA_GRACE="0.3")
-    assert done.returncode == codes.SCRIPT_FAILED
+    assert done.returncode == exit_codes.SCRIPT_FAILED
     assert re.search(r"^hora: rank 1 \(.*\) failed with exit code 1", done.stderr, re.MULTILINE), done.stderr
     assert done.stderr.splitlines()[-1] == "  ValueError: boom"
 
 
 def test_an_echo_in_an_elastic_run_is_that_workers_failure(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, *PS, "--servers", 1, "member.py", "worker1=echo")
-    assert done.returncode == codes.OK
+    assert done.returncode == exit_codes.OK
     assert re.match(r"hora: rank 1 \(.*\) lost a rank that it needed after step 11; the others go on", done.stderr)
 
 
 def test_when_the_last_worker_of_an_elastic_run_ends_badly_the_run_has_failed(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, *PS, "--servers", 1, "member.py", "worker0=late", "worker1=kill")
-    assert done.returncode == codes.RANK_KILLED
+    assert done.returncode == exit_codes.RANK_KILLED
     first, last = done.stderr.splitlines()
     assert re.fullmatch(r"hora: rank 1 \(.*\) was killed by SIGKILL after step 11; the others go on", first)
     assert re.fullmatch(r"hora: rank 0 \(.*\) killed by SIGKILL; the others were stopped\.", last)
@@ -223,25 +224,25 @@ def test_when_the_last_worker_of_an_elastic_run_ends_badly_the_run_has_failed(la
 
 def test_a_bug_that_every_worker_has_fails_the_run(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, *PS, "--servers", 1, "member.py", "worker=raise")
-    assert done.returncode == codes.SCRIPT_FAILED
+    assert done.returncode == exit_codes.SCRIPT_FAILED
     assert re.search(r"hora: rank \d \(.*\) failed with exit code 1; the others failed in the same way\.", done.stderr)
     assert done.stderr.splitlines()[-1] == "  ValueError: boom"
 
 
 def test_a_worker_that_fails_before_the_run_has_formed_ends_it(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 3, *PS, "--servers", 1, "member.py", "worker1=early")
-    assert done.returncode == codes.SCRIPT_FAILED
+    assert done.returncode == exit_codes.SCRIPT_FAILED
     assert re.search(r"hora: rank 1 \(.*\) failed with exit code 1; the others were stopped\.", done.stderr)
     assert done.stderr.splitlines()[-1] == "  ValueError: before it joined"
 
 
 def test_a_worker_that_is_lost_before_all_have_prepared_ends_the_run(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, *PS, "--servers", 1, "member.py", "unbound", "worker1=kill", "worker0=stay")
-    assert done.returncode == codes.RANK_KILLED and "go on" not in done.stderr
+    assert done.returncode == exit_codes.RANK_KILLED and "go on" not in done.stderr
     assert re.fullmatch(r"hora: rank 1 \(.*\) killed by SIGKILL; the others were stopped\.", ours(done.stderr)[-1])
 
 
-@pytest.mark.parametrize(("how", "code"), [("kill", codes.RANK_KILLED), ("exit", codes.SCRIPT_FAILED)])
+@pytest.mark.parametrize(("how", "code"), [("kill", exit_codes.RANK_KILLED), ("exit", exit_codes.SCRIPT_FAILED)])
 def test_a_server_that_ends_badly_ends_the_run_with_its_parameters(launcher: Launcher, how: str, code: int) -> None:
     done = launcher.run("run", "-n", 2, *PS, "--servers", 2, "member.py", f"server1={how}", "worker=stay")
     assert done.returncode == code
@@ -257,12 +258,12 @@ def test_a_worker_in_which_a_server_lives_ends_the_run_with_its_parameters(launc
     done = launcher.run(
         "run", "-n", 2, *PS, "--servers", "colocated", "member.py", "holds", "worker1=kill", "worker0=stay"
     )
-    assert done.returncode == codes.RANK_KILLED
+    assert done.returncode == exit_codes.RANK_KILLED
     wanted = r"rank 1 \(.*\) killed by SIGKILL, and its parameters are lost with it; the others were stopped\."
     assert re.fullmatch(f"hora: {wanted}", ours(done.stderr)[-1])
 
 
 def test_a_killed_worker_ends_a_run_that_is_not_elastic(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 2, *SYNC, "--servers", 1, "member.py", "worker1=kill", "worker0=stay")
-    assert done.returncode == codes.RANK_KILLED
+    assert done.returncode == exit_codes.RANK_KILLED
     assert re.fullmatch(r"hora: rank 1 \(.*\) killed by SIGKILL; the others were stopped\.", ours(done.stderr)[-1])

@@ -12,7 +12,7 @@ import pytest
 import slurm
 from started import Started
 
-from hora.bench import links
+from hora_benchmarks.bench import links
 
 OBSTACLE = slurm.obstacle()
 pytestmark = [

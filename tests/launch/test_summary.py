@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from hora.launch import runfile, wording
-from hora.launch.runfile import RunFile
-from hora.launch.summary import sentences, single_speed
-from hora.watch.board import Board
+from hora.monitor.run_state import RunState
+from hora.runs import run_directory
+from hora.runs.run_directory import RunDirectory
+from hora.terminal import format
+from hora.terminal.summary import sentences, single_speed
 
 TOLD: dict[str, Any] = {
     "samples": 10272, "seconds": 12.3, "samples_per_s": 840.0, "steps": 1284, "bytes_per_step": 4.2e6, "hidden": 0.83,
@@ -54,7 +55,7 @@ def test_what_is_not_known_is_not_said() -> None:
 
 def test_a_run_that_did_not_train_says_nothing() -> None:
     assert sentences({}, single=5.0) == []
-    assert sentences(Board(run="x", size=2).summary(), single=None) == []
+    assert sentences(RunState(run="x", size=2).summary(), single=None) == []
 
 
 def test_one_worker_is_not_measured_against_itself() -> None:
@@ -78,10 +79,10 @@ def test_wrong_types_and_hostile_names_do_no_harm() -> None:
 def past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     times = iter(f"2026-11-01T10:{minute:02d}:00+00:00" for minute in range(60))
-    monkeypatch.setattr(runfile, "_now", lambda: next(times))
+    monkeypatch.setattr(run_directory, "_now", lambda: next(times))
 
     def leave(name: str, speed: float, code: int = 0, steps: int = 100, **facts: Any) -> None:
-        record = RunFile(directory=None, name=name, warn=pytest.fail)
+        record = RunDirectory(directory=None, name=name, warn=pytest.fail)
         record.begin({**FACTS, "size": 1, **facts})
         record.end({"code": code, "summary": {"samples_per_s": speed, "steps": steps}})
         record.close()
@@ -119,24 +120,24 @@ def test_more_than_is_possible_is_not_printed() -> None:
 @pytest.mark.parametrize(
     ("told", "wanted"),
     [
-        (wording.duration(0.0421), "0.042 s"),
-        (wording.duration(59.96), "1 min 00 s"),
-        (wording.duration(3599.6), "1 h 00 min"),
-        (wording.duration(100_000), "1 d 3 h"),
-        (wording.duration(math.nan), "?"),
-        (wording.clock(59.4), "59 s"),
-        (wording.clock(59.6), "1 min 00 s"),
-        (wording.number(1e-9), "1e-09"),
-        (wording.number(123456.0), "123,456"),
-        (wording.number(-math.inf), "-inf"),
-        (wording.milliseconds(0.00042), "0.42 ms"),
-        (wording.milliseconds(2.314), "2.31 s"),
-        (wording.size(999.6e6), "1.0 GB"),
-        (wording.size(12), "12 B"),
-        (wording.percent(0.999), "99 %"),
-        (wording.percent(1.0), "100 %"),
-        (wording.rate(3210.4), "3,210"),
-        (wording.rate(0.0312), "0.0312"),
+        (format.duration(0.0421), "0.042 s"),
+        (format.duration(59.96), "1 min 00 s"),
+        (format.duration(3599.6), "1 h 00 min"),
+        (format.duration(100_000), "1 d 3 h"),
+        (format.duration(math.nan), "?"),
+        (format.clock(59.4), "59 s"),
+        (format.clock(59.6), "1 min 00 s"),
+        (format.number(1e-9), "1e-09"),
+        (format.number(123456.0), "123,456"),
+        (format.number(-math.inf), "-inf"),
+        (format.milliseconds(0.00042), "0.42 ms"),
+        (format.milliseconds(2.314), "2.31 s"),
+        (format.size(999.6e6), "1.0 GB"),
+        (format.size(12), "12 B"),
+        (format.percent(0.999), "99 %"),
+        (format.percent(1.0), "100 %"),
+        (format.rate(3210.4), "3,210"),
+        (format.rate(0.0312), "0.0312"),
     ],
 )
 def test_numbers_are_written_as_people_read_them(told: str, wanted: str) -> None:
@@ -160,7 +161,7 @@ def test_numbers_are_written_as_people_read_them(told: str, wanted: str) -> None
     ],
 )
 def test_text_from_elsewhere_is_made_harmless(text: str, wanted: str) -> None:
-    assert wording.harmless(text) == wanted
+    assert format.harmless(text) == wanted
 
 
 @pytest.mark.parametrize(
@@ -175,4 +176,4 @@ def test_text_from_elsewhere_is_made_harmless(text: str, wanted: str) -> None:
     ],
 )
 def test_an_event_is_one_line_that_says_what_it_was(kind: str, text: str, wanted: str) -> None:
-    assert wording.happening(kind, "rank 1", text) == wanted
+    assert format.happening(kind, "rank 1", text) == wanted

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from hora.launch import codes
-from hora.watch import memory
+from hora.launch import exit_codes
+from hora.runs import database
 from launching import Launcher
 
 pytestmark = pytest.mark.timeout(120)
@@ -57,7 +57,7 @@ def test_a_run_leaves_its_curve_its_counts_and_a_summary(launcher: Launcher, tmp
     servers = ["--servers", 1] if strategy.startswith("ps") else []
     done = launcher.run("run", "-n", 2, "--strategy", strategy, *servers, "--run-dir", folder, "--name", "seen",
                         "watched.py", 24, -1, 0.02)  # fmt: skip
-    assert done.returncode == codes.OK, done.stderr
+    assert done.returncode == exit_codes.OK, done.stderr
     summary = json.loads((folder / "end.json").read_text())["summary"]
     assert summary["samples"] == 24 * 4 * 2 and summary["workers"] == 2
     assert "192 samples" in done.stderr, done.stderr
@@ -77,7 +77,7 @@ def test_a_straggler_is_named_within_ten_steps(launcher: Launcher, tmp_path: Pat
     done = launcher.run(
         "run", "-n", 3, "--strategy", strategy, "--run-dir", tmp_path / "run", "watched.py", 16, 1, 0.05
     )
-    assert done.returncode == codes.OK, done.stderr
+    assert done.returncode == exit_codes.OK, done.stderr
     slow = [line for line in lines_of(tmp_path / "run") if line.get("event") == "slow"]
     named = [line["step"] for line in slow if line["who"].startswith("rank 1 ")]
     assert named and named[0] <= 10, slow
@@ -87,7 +87,7 @@ def test_a_straggler_is_named_within_ten_steps(launcher: Launcher, tmp_path: Pat
 def test_progress_off_says_nothing_and_plain_says_lines(launcher: Launcher) -> None:
     off = launcher.run("run", "-n", 2, "--progress", "off", "watched.py", 8)
     plain = launcher.run("run", "-n", 2, "--progress", "plain", "watched.py", 8)
-    assert off.returncode == plain.returncode == codes.OK
+    assert off.returncode == plain.returncode == exit_codes.OK
     assert off.stderr == "" and off.stdout == ""
     assert re.search(r"^\[0\] step 8 .*loss ", plain.stderr, re.M), plain.stderr
 
@@ -110,7 +110,7 @@ def test_the_page_of_a_live_run_and_its_end(launcher: Launcher) -> None:
     assert f'hora_step{{run="{name}"}}' in metrics
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
-    assert process.returncode == codes.INTERRUPTED
+    assert process.returncode == exit_codes.INTERRUPTED
     assert launcher.wait_until_nobody(5.0) == [], "the page ends with the run"
 
 
@@ -119,21 +119,21 @@ def test_a_page_that_is_killed_costs_the_run_nothing_and_comes_back(launcher: La
     base, name = page_of(process)
     for _ in range(2):
         found(base, name)
-        (page,) = [pid for pid in launcher.alive() if b"hora.page" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        (page,) = [pid for pid in launcher.alive() if b"hora.dashboard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(page, signal.SIGKILL)
         with contextlib.suppress(OSError):
             while Path(f"/proc/{page}/stat").read_text().split()[2] != "Z":
                 time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
-    assert process.returncode == codes.INTERRUPTED
+    assert process.returncode == exit_codes.INTERRUPTED
 
 
 def test_a_port_that_is_taken_is_said_and_the_next_one_taken(launcher: Launcher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = launcher.run("run", "--dashboard", port, "watched.py", 3)
-    assert done.returncode == codes.OK
+    assert done.returncode == exit_codes.OK
     match = re.search(rf"^hora: port {port} is taken; page http://127.0.0.1:(\d+)/runs/", done.stderr, re.M)
     assert match and int(match[1]) != port, done.stderr
 
@@ -144,13 +144,13 @@ def test_a_run_directory_of_another_version_is_refused_and_left_alone(launcher: 
     for name in ("run.json", "end.json"):
         (folder / name).write_text("{}")
     with contextlib.closing(sqlite3.connect(folder / "memory.sqlite")) as base:
-        base.execute(f"PRAGMA application_id = {memory.APPLICATION}")
+        base.execute(f"PRAGMA application_id = {database.APPLICATION}")
         base.execute("PRAGMA user_version = 77")
         base.execute("CREATE TABLE facts (key TEXT)")
         base.commit()
     before = (folder / "memory.sqlite").read_bytes()
     done = launcher.run("run", "--run-dir", folder, "watched.py", 3)
-    assert done.returncode == codes.USAGE and "another version of Hora" in done.stderr and done.stdout == ""
+    assert done.returncode == exit_codes.USAGE and "another version of Hora" in done.stderr and done.stdout == ""
     assert (folder / "memory.sqlite").read_bytes() == before and (folder / "run.json").read_text() == "{}"
     assert (folder / "end.json").read_text() == "{}"
 
@@ -166,7 +166,7 @@ def test_a_full_disk_costs_one_warning(launcher: Launcher, tmp_path: Path) -> No
         done = launcher.run("run", "-n", 2, "--run-dir", small / "run", "watched.py", 60, -1, 0.01)
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
-    assert done.returncode == codes.OK, done.stderr
+    assert done.returncode == exit_codes.OK, done.stderr
     warnings = [line for line in done.stderr.splitlines() if "cannot be written" in line]
     assert len(warnings) == 1, done.stderr
 
@@ -179,7 +179,7 @@ def test_a_directory_that_cannot_be_made_costs_the_record_and_not_the_page(launc
     base, name = page_of(process)
     found(base, name)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == codes.OK, err
+    assert process.returncode == exit_codes.OK, err
 
 
 @pytest.mark.parametrize(
@@ -195,4 +195,6 @@ def test_a_directory_that_cannot_be_made_costs_the_record_and_not_the_page(launc
 )
 def test_wrong_flags_are_one_sentence(launcher: Launcher, flags: list[str], said: str) -> None:
     done = launcher.run("run", *flags, "watched.py")
-    assert done.returncode == codes.USAGE and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.returncode == exit_codes.USAGE and said in done.stderr and len(done.stderr.splitlines()) == 1, (
+        done.stderr
+    )

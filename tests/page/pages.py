@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hora.page.app import make_app
-from hora.page.runs import Runs
-from hora.serve.http import Server
-from hora.serve.listening import listen
+from hora.dashboard.app import make_app
+from hora.dashboard.runs import StoredRuns
+from hora.http.listening import listen
+from hora.http.server import HttpServer
 
 PATIENCE_S = 20.0
 
@@ -108,7 +108,7 @@ def shown(home: pathlib.Path, send_bytes: int = 0, port: int = 0, **others: str)
     listener = listen("127.0.0.1", port)
     if send_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
-    server = Server(make_app(Runs(str(home), others), allowed_hosts=["Trainer.Example"]), listener=listener)
+    server = HttpServer(make_app(StoredRuns(str(home), others), allowed_hosts=["Trainer.Example"]), listener=listener)
     thread = threading.Thread(target=server.run, args=(over.is_set,))
     thread.start()
     try:

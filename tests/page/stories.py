@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from hora.coordinator.messages import Member
-from hora.watch.board import Board
-from hora.watch.memory import NAME, Memory
-from hora.watch.report import Histogram, Keeping, Notice, Row, Work
+from hora.monitor.messages import HistogramReport, MetricsRow, Notice, ServerReport, WorkerReport
+from hora.monitor.run_state import RunState
+from hora.runs.database import NAME, RunDatabase
 
 
 class Story:
@@ -40,9 +40,9 @@ class Story:
         (self.path / "run.json").write_text(json.dumps(self.facts))
         self._lock: int | None = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.board = Board(run=name, size=size, strategy=strategy)
+        self.board = RunState(run=name, size=size, strategy=strategy)
         self.board.settle(algorithm=algorithm or None, serving=serving or None)
-        self.memory = Memory(str(self.path / NAME), self._warn)
+        self.memory = RunDatabase(str(self.path / NAME), self._warn)
         self.random = random.Random(seed)
         self.clock, self.step, self.rounds, self.every = 0.0, 0, 0, 8
         self.lags: list[dict[int, int]] = [{} for _ in range(servers)]
@@ -117,14 +117,14 @@ class Story:
             over.set()
             thread.join()
 
-    def _work(self, rank: int, steps: int, spent_s: float, values: dict[str, float] | None) -> Work:
+    def _work(self, rank: int, steps: int, spent_s: float, values: dict[str, float] | None) -> WorkerReport:
         step_s = spent_s / steps
         slow = rank == self.slow
         own = step_s * (0.92 if slow else 0.32 if self.slow is not None else 0.62) * self.random.uniform(0.94, 1.06)
         rows = []
         if rank == 0:
             rows = [
-                Row(
+                MetricsRow(
                     self.step - steps + one + 1,
                     self.clock - (steps - one - 1) * step_s,
                     1,
@@ -135,7 +135,7 @@ class Story:
         sent = steps * 4_000_000
         told, saved = rank == 0 and self.step % 20 == 0, rank == 0 and self.step % 200 == 0
         notes = {"lag": float(self.size - 1)} if self.servers else {}
-        return Work(
+        return WorkerReport(
             sent_at=self.clock, step=self.step, steps=steps, seconds=spent_s,
             exposed_s=max(0.0, (step_s - own) * steps),
             comm_s=steps * step_s * 0.55, sent_bytes=sent, samples=steps * 64, computes=[own] * min(steps, 8),
@@ -143,7 +143,7 @@ class Story:
             rounds=self.rounds if self.every and ("local" in self.strategy or "diloco" in self.strategy) else None,
             local_steps=(self.step + rank) % self.every if "local" in self.strategy else 0,
             peers=self._peers(rank, sent), notes=notes, rows=rows,
-            histograms=[Histogram("grad/fc1", self.step, self.clock, -0.3, 0.3, self._bell())] if told else [],
+            histograms=[HistogramReport("grad/fc1", self.step, self.clock, -0.3, 0.3, self._bell())] if told else [],
             notices=[Notice(self.step, self.clock, "checkpoint", f"step-{self.step} was written")] if saved else [],
         )  # fmt: skip
 
@@ -174,13 +174,13 @@ class Story:
             return {rank - (rank & -rank): sent} if rank else {}
         return {}
 
-    def _keeping(self, number: int, steps: int, spent_s: float) -> Keeping:
+    def _keeping(self, number: int, steps: int, spent_s: float) -> ServerReport:
         lags = self.lags[number]
         loose = "async" in self.strategy or "ssp" in self.strategy
         for _ in range(steps * self.size):
             lag = max(0, round(self.random.gauss(self.size - 1, 1.4))) if loose else 0
             lags[lag] = lags.get(lag, 0) + 1
-        return Keeping(
+        return ServerReport(
             sent_at=self.clock, server=number, seconds=spent_s, updates=steps * self.size,
             busy_s=spent_s * min(0.97, 0.42 + 0.17 * number), bytes_in=steps * 2_000_000, bytes_out=steps * 2_000_000,
             queue=number % 3, load_bytes=2_400_000, lags=dict(lags),

@@ -16,8 +16,8 @@ import pytest
 from pages import Page, shown, until
 from stories import Story, older
 
-from hora.page import feed as feed_module
-from hora.watch.memory import NAME
+from hora.dashboard import feed as feed_module
+from hora.runs.database import NAME
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")

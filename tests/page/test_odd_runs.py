@@ -14,10 +14,9 @@ import pytest
 from pages import Page, shown
 from stories import Story
 
-from hora import facts
-from hora.launch import runfile
-from hora.page import catalogue
-from hora.watch.memory import NAME
+from hora.dashboard import catalogue
+from hora.runs import json_file, run_directory
+from hora.runs.database import NAME
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def test_a_path_with_odd_bytes_is_shown(page: Page, home: pathlib.Path) -> None:
     assert "\\udce9" in (home / "odd" / "run.json").read_text()
     assert listed(page)["odd"]["command"] == ["caf?.py"]
     assert page.get("/api/runs/odd")["run"]["caf?.py"] == 1
-    assert [found.begun["command"] for found in runfile.all_runs() if found.name == "odd"] == [["caf?.py"]]
+    assert [found.begun["command"] for found in run_directory.all_runs() if found.name == "odd"] == [["caf?.py"]]
 
 
 @pytest.mark.parametrize("end", [{"summary": {"steps": 10**40}}, {"cause": "\ud800"}, {"summary": [1], "code": {}},
@@ -99,7 +98,7 @@ def test_whatever_a_line_raises_is_its_problem(home: pathlib.Path, page: Page, m
     (home / "odd" / "run.json").write_text('{"name": "odd"}')
     line = catalogue._line
 
-    def failing(run: catalogue.Run) -> dict[str, object]:
+    def failing(run: catalogue.StoredRun) -> dict[str, object]:
         if run.name == "odd":
             raise KeyError("\udce9")
         return line(run)
@@ -114,11 +113,11 @@ def test_pipes_links_and_huge_files_hold_up_nobody(home: pathlib.Path, tmp_path:
     os.mkfifo(home / "pipe" / "run.json")
     (home / "piped-end" / "run.json").write_text('{"name": "piped-end"}')
     os.mkfifo(home / "piped-end" / "end.json")
-    (home / "huge" / "run.json").write_text('{"name": "huge"}' + " " * facts.MAX_BYTES)
+    (home / "huge" / "run.json").write_text('{"name": "huge"}' + " " * json_file.MAX_BYTES)
     (home / "link" / "run.json").symlink_to(home / "good" / "run.json")
     said = {}
     for words in (["runs"], ["show", "pipe"], ["show", "piped-end"]):
-        command = [sys.executable, "-c", "from hora.launch.cli import main; raise SystemExit(main())", *words]
+        command = [sys.executable, "-c", "from hora.cli.main import main; raise SystemExit(main())", *words]
         said[words[-1]] = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert "good" in said["runs"].stdout and "piped-end" in said["runs"].stdout and "huge" not in said["runs"].stdout
     assert said["pipe"].returncode == 2 and "there is no run 'pipe'" in said["pipe"].stderr

@@ -19,11 +19,11 @@ import pytest
 from pages import PATIENCE_S, Page, shown, until
 from stories import Story, older
 
-from hora.page import app as app_module
-from hora.page import feed as feed_module
-from hora.page.view import View
-from hora.serve import http as http_module
-from hora.watch.memory import NAME
+from hora.dashboard import app as app_module
+from hora.dashboard import feed as feed_module
+from hora.dashboard.view import RunView
+from hora.http import server as http_module
+from hora.runs.database import NAME
 
 PATHS = ["/", "/runs/one", "/compare", "/static/style.css", "/favicon.ico", "/metrics", "/api/runs", "/api/runs/one",
          "/api/runs/one/live", "/api/runs/one/predictor", "/nowhere"]  # fmt: skip
@@ -179,13 +179,13 @@ def test_all_watchers_share_one_poller_and_nobody_is_no_poll(
     page: Page, story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[float] = []
-    change = View.change
+    change = RunView.change
 
-    def counted(view: View) -> tuple[bytes, bool] | None:
+    def counted(view: RunView) -> tuple[bytes, bool] | None:
         looks.append(time.monotonic())
         return change(view)
 
-    monkeypatch.setattr(View, "change", counted)
+    monkeypatch.setattr(RunView, "change", counted)
     with page.stream("one") as first, page.stream("one") as second, page.stream("one") as third:
         for stream in (first, second, third):
             assert (stream.next() or ("",))[0] == "whole"
@@ -353,8 +353,7 @@ def test_large_answers_that_nobody_takes_are_bounded(
 
 
 def test_no_torch_is_imported() -> None:
-    code = (
-        "import sys, hora.page.app, hora.page.serving, hora.page.cli, hora.page.__main__; print('torch' in sys.modules)"
-    )
+    modules = "hora.dashboard.app, hora.dashboard.serving, hora.cli.dashboard, hora.dashboard.__main__"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.stdout.strip() == "False", done.stderr

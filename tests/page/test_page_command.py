@@ -1,4 +1,4 @@
-"""`hora dashboard`, and `python -m hora.page` on a socket that it was given."""
+"""`hora dashboard`, and `python -m hora.dashboard` on a socket that it was given."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from click.testing import CliRunner
 from pages import PATIENCE_S, Page
 from stories import Story, older
 
-from hora.page.cli import dashboard
-from hora.serve.listening import listen, listen_near
+from hora.cli.dashboard import dashboard
+from hora.http.listening import listen, listen_near
 
-RUN = "from hora.page.cli import dashboard; dashboard()"
+RUN = "from hora.cli.dashboard import dashboard; dashboard()"
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def test_the_page_serves_on_an_inherited_socket(tmp_path: pathlib.Path, how: str
         early.sendall(b"GET /api/runs/r HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         fd = listener.fileno()
         process = subprocess.Popen(
-            [sys.executable, "-m", "hora.page", "--fd", str(fd), "--home", str(tmp_path / "none"), "--run",
+            [sys.executable, "-m", "hora.dashboard", "--fd", str(fd), "--home", str(tmp_path / "none"), "--run",
              f"r={story.path}"],
             pass_fds=[fd], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
@@ -131,7 +131,7 @@ def test_the_page_serves_on_an_inherited_socket(tmp_path: pathlib.Path, how: str
 
 def test_what_is_no_socket_is_named(tmp_path: pathlib.Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "hora.page", "--fd", "99", "--home", str(tmp_path)], capture_output=True, text=True,
+        [sys.executable, "-m", "hora.dashboard", "--fd", "99", "--home", str(tmp_path)], capture_output=True, text=True,
         timeout=50, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 2 and "--fd 99 is no socket" in done.stderr
@@ -144,7 +144,7 @@ def test_who_watches_sees_the_end_though_the_page_ends_with_the_launcher(tmp_pat
     with listen("127.0.0.1", 0) as listener:
         fd = listener.fileno()
         process = subprocess.Popen(
-            [sys.executable, "-m", "hora.page", "--fd", str(fd), "--home", str(tmp_path)],
+            [sys.executable, "-m", "hora.dashboard", "--fd", str(fd), "--home", str(tmp_path)],
             pass_fds=[fd], stdin=subprocess.PIPE,
         )  # fmt: skip
         try:

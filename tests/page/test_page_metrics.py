@@ -9,9 +9,9 @@ import pytest
 from pages import shown
 from stories import Story
 
-from hora.page import metrics
-from hora.page.runs import Runs
-from hora.watch.now import Now
+from hora.dashboard import prometheus
+from hora.dashboard.runs import StoredRuns
+from hora.monitor.status import RunStatus
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
 
@@ -50,7 +50,7 @@ def test_a_live_run_tells_its_numbers(tmp_path: pathlib.Path) -> None:
 
 def test_ended_runs_are_left_out(tmp_path: pathlib.Path) -> None:
     Story(tmp_path, "one").end()
-    assert parsed(metrics.text(Runs(str(tmp_path)))) == {}
+    assert parsed(prometheus.text(StoredRuns(str(tmp_path)))) == {}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_names_are_escaped(tmp_path: pathlib.Path, name: str) -> None:
     story = Story(tmp_path, "one", size=1)
     story.board.event(name, "somebody", "something", 0.0)
     story.go(4, values={name: 2.5})
-    found = parsed(metrics.text(Runs(str(tmp_path))))
+    found = parsed(prometheus.text(StoredRuns(str(tmp_path))))
     story.end()
     kept = story.board.now(0.0).values
     assert [dict(labels)["name"] for labels in found["hora_value"]] == [*kept] and len(kept) == 1
@@ -68,9 +68,9 @@ def test_names_are_escaped(tmp_path: pathlib.Path, name: str) -> None:
 
 
 def test_any_text_survives_the_escaping() -> None:
-    now = Now(run="r", values={'a"\\\n{}=,': 1.0, "nan": math.nan, "inf": math.inf, "-inf": -math.inf})
-    told = [(labels["name"], value) for family, labels, value in metrics.samples(now, []) if family == "hora_value"]
-    text = metrics._family("hora_value", [({"name": name}, value) for name, value in told]).encode()
+    now = RunStatus(run="r", values={'a"\\\n{}=,': 1.0, "nan": math.nan, "inf": math.inf, "-inf": -math.inf})
+    told = [(labels["name"], value) for family, labels, value in prometheus.samples(now, []) if family == "hora_value"]
+    text = prometheus._family("hora_value", [({"name": name}, value) for name, value in told]).encode()
     found = {dict(labels)["name"]: value for labels, value in parsed(text)["hora_value"].items()}
     assert found['a"\\\n{}=,'] == 1.0 and math.isnan(found["nan"])
     assert (found["inf"], found["-inf"]) == (math.inf, -math.inf)

@@ -13,8 +13,8 @@ import pytest
 from pages import shown
 from stories import Story
 
-from hora.page import predictor
-from hora.serve.refusal import Refusal
+from hora.dashboard import predict
+from hora.http.errors import HttpError
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -29,7 +29,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         rows = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if rows == "long":
-            self._say("x" * (predictor.MAX_BYTES + 10))
+            self._say("x" * (predict.MAX_BYTES + 10))
         elif rows == "bad":
             self._say({"error": "no rows"}, 400)
         else:
@@ -92,8 +92,8 @@ def test_a_predictor_that_is_gone_is_named(tmp_path: pathlib.Path) -> None:
                                    "http://127.0.0.1:x", "http://[::1", "http://2130706433:80",
                                    "http://169.254.169.254:80"])  # fmt: skip
 def test_a_memory_sends_nobody_elsewhere(where: str) -> None:
-    with pytest.raises(Refusal, match="none of this machine"):
-        predictor._place(where)
+    with pytest.raises(HttpError, match="none of this machine"):
+        predict._place(where)
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_a_memory_sends_nobody_elsewhere(where: str) -> None:
      ("http://[::1]:8000", ("::1", 8000)), ("http://localhost:8000/", ("localhost", 8000))],
 )  # fmt: skip
 def test_this_machine_may_be_asked(where: str, place: tuple[str, int]) -> None:
-    assert predictor._place(where) == place
+    assert predict._place(where) == place

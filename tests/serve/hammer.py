@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from hora.serve.showcase import Showcase
-from hora.serve.source import Stamp
+from hora.serve.snapshot_buffer import SnapshotBuffer
+from hora.serve.source import ParameterVersion
 
 SHAPES = [(64, 32), (1000,), (3, 4, 5, 6)]
 
@@ -36,7 +36,7 @@ class Deadly(torch.Tensor):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     parameters, buffers = tensors()
-    showcase = Showcase.open(int(sys.argv[1]), parameters, buffers, entries())
+    showcase = SnapshotBuffer.open(int(sys.argv[1]), parameters, buffers, entries())
     fatal = int(sys.argv[2]) if len(sys.argv) > 2 else -1
     step = 0
     while True:
@@ -45,4 +45,4 @@ if __name__ == "__main__":
             tensor.fill_(step)
         if step == fatal:
             buffers["count"] = buffers["count"].as_subclass(Deadly)
-        showcase.publish(parameters, buffers, Stamp(step, round=step // 10, local_step=step % 10))
+        showcase.publish(parameters, buffers, ParameterVersion(step, round=step // 10, local_step=step % 10))

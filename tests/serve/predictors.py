@@ -12,24 +12,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from hora.serve.answering import Answerer
+from hora.http.server import HttpServer
 from hora.serve.app import make_app
-from hora.serve.http import Server
-from hora.serve.protocol import Signature, signature_of
-from hora.serve.source import Stamp
+from hora.serve.batcher import Batcher
+from hora.serve.inference_protocol import Signature, signature_of
+from hora.serve.source import ParameterVersion
 
 PATIENCE_S = 30.0
-SEVENTH = Stamp(step=7)
+SEVENTH = ParameterVersion(step=7)
 
 
 class Steps:
     """A source that says what it is told to; counts how often it was asked."""
 
-    def __init__(self, stamp: Stamp | None = SEVENTH) -> None:
+    def __init__(self, stamp: ParameterVersion | None = SEVENTH) -> None:
         self.stamp = stamp
         self.num_refreshes = 0
 
-    def refresh(self) -> Stamp | None:
+    def refresh(self) -> ParameterVersion | None:
         self.num_refreshes += 1
         return self.stamp
 
@@ -62,10 +62,10 @@ class Recorder(nn.Module):
 
 
 @contextlib.contextmanager
-def answering(model: nn.Module | list[nn.Module], source: Any = None, **options: Any) -> Iterator[Answerer]:
+def answering(model: nn.Module | list[nn.Module], source: Any = None, **options: Any) -> Iterator[Batcher]:
     options.setdefault("signature", lambda: None)
     models = model if isinstance(model, list) else [model]
-    answerer = Answerer(models, Steps() if source is None else source, **options)
+    answerer = Batcher(models, Steps() if source is None else source, **options)
     try:
         yield answerer
     finally:
@@ -76,10 +76,10 @@ def answering(model: nn.Module | list[nn.Module], source: Any = None, **options:
 
 
 @contextlib.contextmanager
-def served(answerer: Answerer, name: str = "net", host: str = "127.0.0.1", **options: Any) -> Iterator[int]:
+def served(answerer: Batcher, name: str = "net", host: str = "127.0.0.1", **options: Any) -> Iterator[int]:
     """The port under which `answerer` is served."""
     options.setdefault("allowed_hosts", [])
-    server = Server(make_app(answerer, name=name, **options), host, 0)
+    server = HttpServer(make_app(answerer, name=name, **options), host, 0)
     done = threading.Event()
     thread = threading.Thread(target=server.run, args=(done.is_set,))
     thread.start()

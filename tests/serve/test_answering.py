@@ -13,13 +13,13 @@ import torch
 from predictors import PATIENCE_S, Recorder, Steps, answering, threads
 from torch import nn
 
-from hora.roster import Roster
-from hora.serve import answering as module
-from hora.serve.answering import Answer, Answerer
-from hora.serve.protocol import Signature, TensorSpec, signature_of
-from hora.serve.refusal import NotReady, Refusal
-from hora.serve.source import Stamp
-from hora.serve.staging import Staging
+from hora.http.errors import HttpError, NotReady
+from hora.parameters.registry import ParameterRegistry
+from hora.serve import batcher as module
+from hora.serve.batcher import Batcher, Prediction
+from hora.serve.inference_protocol import Signature, TensorSpec, signature_of
+from hora.serve.source import ParameterVersion
+from hora.serve.staging import StagedParameters
 
 
 def rows(*values: float) -> dict[str, Any]:
@@ -27,18 +27,18 @@ def rows(*values: float) -> dict[str, Any]:
     return {"x": torch.tensor([[float(value)] * 4 for value in values])}
 
 
-def wait(future: Future[Answer]) -> Answer:
+def wait(future: Future[Prediction]) -> Prediction:
     return future.result(PATIENCE_S)
 
 
-def refusal(future: Future[Any]) -> Refusal:
+def refusal(future: Future[Any]) -> HttpError:
     error = future.exception(PATIENCE_S)
-    assert isinstance(error, Refusal), error
+    assert isinstance(error, HttpError), error
     assert "\n" not in str(error)
     return error
 
 
-def behind_the_gate(answerer: Answerer, model: Recorder, *requests: dict[str, Any]) -> list[Future[Answer]]:
+def behind_the_gate(answerer: Batcher, model: Recorder, *requests: dict[str, Any]) -> list[Future[Prediction]]:
     """Hold the thread within a forward, queue the requests behind it, and let go: no timing decides the batches."""
     model.gate.clear()
     model.entered.clear()
@@ -54,7 +54,7 @@ def behind_the_gate(answerer: Answerer, model: Recorder, *requests: dict[str, An
 
 
 def test_an_answer_is_the_models_own_and_carries_the_stamp() -> None:
-    model, stamp = Recorder(), Stamp(step=12, round=3, local_step=2)
+    model, stamp = Recorder(), ParameterVersion(step=12, round=3, local_step=2)
     with answering(model, Steps(stamp)) as answerer:
         answer = wait(answerer.submit(rows(1, 2, 3)))
         assert torch.equal(answer.outputs["output"], model.layer(rows(1, 2, 3)["x"]))
@@ -122,11 +122,11 @@ def test_a_buffer_that_forward_puts_anew_can_be_loaded_afterwards() -> None:
             return self.layer(x)
 
     model = Counting()
-    roster = Roster([model], [torch.optim.SGD(model.parameters(), lr=1.0)])
-    staging = Staging(roster)
+    roster = ParameterRegistry([model], [torch.optim.SGD(model.parameters(), lr=1.0)])
+    staging = StagedParameters(roster)
 
     class Loading(Steps):
-        def refresh(self) -> Stamp | None:
+        def refresh(self) -> ParameterVersion | None:
             for tensor in (*staging.parameters, *staging.buffers.values()):
                 tensor.fill_(3.0)
             staging.load()
@@ -160,7 +160,7 @@ def test_parameters_are_refreshed_before_each_batch_on_the_same_thread_and_never
     told: list[tuple[str, int]] = []
 
     class Told(Steps):
-        def refresh(self) -> Stamp | None:
+        def refresh(self) -> ParameterVersion | None:
             told.append(("refresh", threading.get_ident()))
             return super().refresh()
 
@@ -182,11 +182,11 @@ def test_answers_tell_the_step_that_they_were_computed_with() -> None:
     model = Recorder()
 
     class Moving(Steps):
-        def refresh(self) -> Stamp | None:
+        def refresh(self) -> ParameterVersion | None:
             self.num_refreshes += 1
             with torch.no_grad():
                 model.layer.weight.fill_(self.num_refreshes)
-            return Stamp(step=self.num_refreshes)
+            return ParameterVersion(step=self.num_refreshes)
 
     with answering(model, Moving()) as answerer:
 
@@ -278,9 +278,9 @@ def test_nothing_is_answered_before_parameters_were_published() -> None:
         assert isinstance(error, NotReady) and error.status == 503
         assert str(error) == "no parameters have been published yet"
         assert answerer.moment().result(PATIENCE_S) is None
-        source.stamp = Stamp(step=0)
+        source.stamp = ParameterVersion(step=0)
         assert wait(answerer.submit(rows(1))).stamp.step == 0
-        assert answerer.moment().result(PATIENCE_S) == Stamp(step=0)
+        assert answerer.moment().result(PATIENCE_S) == ParameterVersion(step=0)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_what_is_no_complaint_is_answered_500_and_the_thread_lives_on(error: typ
 
 def test_a_source_that_fails_fails_its_batch_and_no_other() -> None:
     class Failing(Steps):
-        def refresh(self) -> Stamp | None:
+        def refresh(self) -> ParameterVersion | None:
             if super().refresh() and self.num_refreshes == 1:
                 raise OSError("gone")
             return self.stamp
@@ -441,7 +441,7 @@ def test_outputs_that_are_not_finite_are_no_answer_and_neighbours_get_theirs() -
             logs = m(x)[:, :1] * 0 + x.log()
             return logs.tolist() if as_list else logs
 
-        with answering(model, Steps(Stamp(step=41)), predict=predict) as answerer:
+        with answering(model, Steps(ParameterVersion(step=41)), predict=predict) as answerer:
             good, bad = rows(1), {"x": torch.tensor([[1.0, 1, 0, 1]])}
             futures = behind_the_gate(answerer, model, good, bad, good)
             assert wait(futures[0]).stamp.step == wait(futures[2]).stamp.step == 41
@@ -452,7 +452,9 @@ def test_outputs_that_are_not_finite_are_no_answer_and_neighbours_get_theirs() -
 
 def test_inputs_that_no_model_can_take_are_the_requests_fault() -> None:
     model = Recorder()
-    with answering(model, Steps(Stamp(step=41)), predict=lambda m, x: m(x)[:, :1] * 0 + x.square()) as answerer:
+    with answering(
+        model, Steps(ParameterVersion(step=41)), predict=lambda m, x: m(x)[:, :1] * 0 + x.square()
+    ) as answerer:
         error = refusal(behind_the_gate(answerer, model, {"x": torch.full((1, 4), 3e38)})[0])
     assert error.status == 400
     assert str(error).endswith("the inputs go up to 3e+38; scale them as the training does")
@@ -505,7 +507,7 @@ def test_close_answers_what_is_queued_and_then_refuses() -> None:
         assert all(wait(future) for future in futures)
         error = refusal(answerer.submit(rows(1)))
         assert error.status == 503 and "closing" in str(error)
-        assert answerer.moment().result(PATIENCE_S) == Stamp(step=7)
+        assert answerer.moment().result(PATIENCE_S) == ParameterVersion(step=7)
 
 
 def test_close_does_not_wait_for_a_forward_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,10 +521,10 @@ def test_close_does_not_wait_for_a_forward_that_hangs(monkeypatch: pytest.Monkey
         asked = answerer.moment()
         answerer.close()
         assert ["closing" in str(refusal(future)) for future in futures] == [True, True]
-        assert asked.result(PATIENCE_S) == Stamp(step=7)
+        assert asked.result(PATIENCE_S) == ParameterVersion(step=7)
 
 
 def test_options_that_mean_nothing_raise() -> None:
     for options in ({"max_batch": 0}, {"max_wait_ms": -1}, {"max_wait_ms": float("nan")}):
         with pytest.raises(ValueError, match="expected at least 1 row and 0 ms"):
-            Answerer([Recorder()], Steps(), signature=lambda: None, **options)  # type: ignore[arg-type]
+            Batcher([Recorder()], Steps(), signature=lambda: None, **options)  # type: ignore[arg-type]

@@ -18,13 +18,13 @@ import pytest
 import torch
 from predictors import PATIENCE_S, Recorder, Steps, answering, ask, served, threads
 
+from hora.http import guard
+from hora.http import server as http_module
+from hora.http.guard import RequestGuard
+from hora.http.server import HttpServer
 from hora.serve import app as app_module
-from hora.serve import door
-from hora.serve import http as http_module
-from hora.serve.answering import Answerer
-from hora.serve.door import Door
-from hora.serve.http import Server
-from hora.serve.source import Stamp
+from hora.serve.batcher import Batcher
+from hora.serve.source import ParameterVersion
 
 ROWS = [[1.0, 2.0, 3.0, 4.0]]
 MAX_BYTES = 1 << 20
@@ -33,7 +33,7 @@ MAX_BYTES = 1 << 20
 class Place:
     """A predictor under its port."""
 
-    def __init__(self, port: int, model: Recorder, source: Steps, answerer: Answerer) -> None:
+    def __init__(self, port: int, model: Recorder, source: Steps, answerer: Batcher) -> None:
         self.port, self.model, self.source, self.answerer = port, model, source, answerer
         self.right = model.layer(torch.tensor(ROWS)).tolist()
 
@@ -94,7 +94,7 @@ def test_health_and_server_metadata(place: Place) -> None:
 
 
 def test_model_metadata_tells_the_signature_and_the_newest_step(place: Place) -> None:
-    place.source.stamp = Stamp(step=9)  # nobody has asked since: still the newest is told
+    place.source.stamp = ParameterVersion(step=9)  # nobody has asked since: still the newest is told
     assert place.get("/v2/models/net") == (
         200,
         {
@@ -136,11 +136,11 @@ def test_predict_answers_people_with_curl(place: Place) -> None:
 
 
 def test_the_stamp_is_told_whole_by_both_doors(place: Place) -> None:
-    place.source.stamp = Stamp(step=8, round=2, local_step=3, spread=1)
+    place.source.stamp = ParameterVersion(step=8, round=2, local_step=3, spread=1)
     parts = {"step": 8, "round": 2, "local_step": 3, "spread": 1}
     assert place.predict(ROWS) == (200, {"outputs": place.right, **parts})
     assert place.infer()[1]["parameters"] == parts
-    place.source.stamp = Stamp(step=8)
+    place.source.stamp = ParameterVersion(step=8)
 
 
 def test_get_predict_shows_how_to_ask(place: Place) -> None:
@@ -185,7 +185,7 @@ def test_before_any_parameters_everything_says_so_and_when() -> None:
         assert ask(port, "GET", "/v2/health/live")[0] == 200
         assert ask(port, "GET", "/")[1]["ready"] is False
         assert ask(port, "GET", "/v2/models/net")[1]["versions"] == []
-        source.stamp = Stamp(step=0)
+        source.stamp = ParameterVersion(step=0)
         assert ask(port, "GET", "/v2/health/ready")[0] == 200
         assert ask(port, "GET", "/")[1]["step"] == 0
 
@@ -322,7 +322,7 @@ def test_the_limit_itself_is_allowed(place: Place) -> None:
 
 
 def test_what_all_bodies_hold_together_is_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "MAX_HELD", 2)
+    monkeypatch.setattr(guard, "MAX_HELD", 2)
     model = Recorder()
     row = b" " * 700 + json.dumps(ROWS).encode()
     with answering(model, max_wait_ms=0) as answerer, served(answerer, max_bytes=1000) as port:
@@ -342,7 +342,7 @@ def test_what_all_bodies_hold_together_is_bounded_and_given_back(monkeypatch: py
 
 
 def test_a_slow_body_is_given_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "BODY_S", 0.3)
+    monkeypatch.setattr(guard, "BODY_S", 0.3)
     said = place.raw(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n[[1.0")
     assert said.startswith(b"HTTP/1.1 408 ") and b"did not come within" in said
 
@@ -436,14 +436,14 @@ def test_the_address_that_was_reached_is_allowed() -> None:
 def test_an_answer_that_nobody_reads_counts_and_its_connection_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "TAKE_S", 0.5)
     large = 16 << 20
-    doors: list[Door] = []
-    made = Door.__init__
+    doors: list[RequestGuard] = []
+    made = RequestGuard.__init__
 
-    def noted(self: Door, *args: Any, **options: Any) -> None:
+    def noted(self: RequestGuard, *args: Any, **options: Any) -> None:
         made(self, *args, **options)
         doors.append(self)
 
-    monkeypatch.setattr(Door, "__init__", noted)
+    monkeypatch.setattr(RequestGuard, "__init__", noted)
     with answering(Recorder(), predict=lambda model, x: ["x" * large]) as answerer, served(answerer) as port:
         with socket.socket() as line:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -451,12 +451,12 @@ def test_an_answer_that_nobody_reads_counts_and_its_connection_is_cut(monkeypatc
             body = b"[[1, 1, 1, 1]]"
             line.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             deadline = time.monotonic() + PATIENCE_S
-            while not any(door._held > large for door in doors) and time.monotonic() < deadline:
+            while not any(guard._held > large for guard in doors) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert any(door._held > large for door in doors)
-            while any(door._held for door in doors) and time.monotonic() < deadline:
+            assert any(guard._held > large for guard in doors)
+            while any(guard._held for guard in doors) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert not any(door._held for door in doors)
+            assert not any(guard._held for guard in doors)
         assert len(ask(port, "POST", "/predict", body)[1]["outputs"][0]) == large, "who reads gets it all"
 
 
@@ -495,20 +495,20 @@ def test_a_tunnel_or_a_proxy_may_have_another_port(place: Place, origin: str, ho
 def test_an_address_in_use_is_told_with_a_remedy() -> None:
     async def app(*_: Any) -> None: ...
 
-    first = Server(app, "127.0.0.1", 0)
+    first = HttpServer(app, "127.0.0.1", 0)
     port = first.address[1]
     with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}: address already in use; .*port 0"):
-        Server(app, "127.0.0.1", port)
+        HttpServer(app, "127.0.0.1", port)
     first.close()
-    Server(app, "127.0.0.1", port).close()
+    HttpServer(app, "127.0.0.1", port).close()
     for host, wrong in (("127.0.0.1", 65536), ("127.0.0.1", -1), ("no.such.host.invalid", 0), ("203.0.113.9", 0)):
         with pytest.raises(ValueError, match="cannot listen on"):
-            Server(app, host, wrong)
+            HttpServer(app, host, wrong)
 
 
 def test_clients_that_come_before_the_server_runs_are_served() -> None:
     with answering(Recorder()) as answerer:
-        server = Server(app_module.make_app(answerer, name="net", allowed_hosts=[]), "127.0.0.1", 0)
+        server = HttpServer(app_module.make_app(answerer, name="net", allowed_hosts=[]), "127.0.0.1", 0)
         done = threading.Event()
         early: list[int] = []
         client = threading.Thread(target=lambda: early.append(ask(server.address[1], "GET", "/v2/health/live")[0]))
@@ -532,7 +532,7 @@ def test_it_serves_over_ipv6() -> None:
 def test_a_request_under_way_at_the_end_is_finished_and_idle_clients_do_not_hold_it_up() -> None:
     model = Recorder()
     with answering(model) as answerer:
-        server = Server(app_module.make_app(answerer, name="net", allowed_hosts=[]), "127.0.0.1", 0)
+        server = HttpServer(app_module.make_app(answerer, name="net", allowed_hosts=[]), "127.0.0.1", 0)
         done = threading.Event()
         thread = threading.Thread(target=server.run, args=(done.is_set,))
         thread.start()
@@ -570,7 +570,7 @@ def test_an_until_that_raises_ends_the_server_and_is_seen() -> None:
         raise LookupError("over")
 
     with answering(Recorder()) as answerer:
-        server = Server(app_module.make_app(answerer, name="net", allowed_hosts=[]), "127.0.0.1", 0)
+        server = HttpServer(app_module.make_app(answerer, name="net", allowed_hosts=[]), "127.0.0.1", 0)
         with pytest.raises(LookupError, match="over"):
             server.run(until)
         with pytest.raises(OSError):
@@ -590,6 +590,6 @@ def test_nothing_is_said_and_signals_stay_as_they_were(
         return next(rounds) == 4
 
     with answering(Recorder()) as answerer:
-        Server(app_module.make_app(answerer, name="net", allowed_hosts=[]), "127.0.0.1", 0).run(until)
+        HttpServer(app_module.make_app(answerer, name="net", allowed_hosts=[]), "127.0.0.1", 0).run(until)
     assert seen == [before] * 5
     assert capfd.readouterr() == ("", "") and caplog.records == []

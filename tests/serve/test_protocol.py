@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import torch
 
-from hora.serve import plain
-from hora.serve.elements import DTYPES, MAX_RANK, to_bytes
-from hora.serve.protocol import Request, Signature, TensorSpec, encode, parse, signature_of
-from hora.serve.refusal import Refusal
+from hora.http.errors import HttpError
+from hora.serve import plain_json
+from hora.serve.inference_protocol import InferenceRequest, Signature, TensorSpec, encode, parse, signature_of
 from hora.serve.signature import check
-from hora.serve.source import Stamp
+from hora.serve.source import ParameterVersion
+from hora.serve.tensor_codec import DTYPES, MAX_RANK, to_bytes
 
 X = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1, 2, 3, 4.5]}
 
@@ -35,7 +35,7 @@ def binary(datatype: str, shape: list[int], data: bytes, size: Any = None, **mor
 
 
 def refusal(body: bytes, header: str | None = None) -> str:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(HttpError) as caught:
         parse(body, header)
     assert caught.value.status == 400
     sentence = str(caught.value)
@@ -44,8 +44,8 @@ def refusal(body: bytes, header: str | None = None) -> str:
 
 
 def refused_plain(body: Any, expected: Signature | None = None) -> str:
-    with pytest.raises(Refusal) as caught:
-        plain.parse(body if isinstance(body, bytes) else json.dumps(body).encode(), expected)
+    with pytest.raises(HttpError) as caught:
+        plain_json.parse(body if isinstance(body, bytes) else json.dumps(body).encode(), expected)
     assert caught.value.status == 400
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
     return str(caught.value)
@@ -248,7 +248,7 @@ def test_random_damage_is_a_refusal_or_a_request_but_never_another_error() -> No
         try:
             parse(bytes(body), luck.choice([header, None, str(luck.randrange(len(body) + 5))]))
             fine += 1
-        except Refusal:
+        except HttpError:
             refused += 1
     assert refused > 1000 and fine > 0
 
@@ -256,20 +256,24 @@ def test_random_damage_is_a_refusal_or_a_request_but_never_another_error() -> No
 # v2: the answer
 
 
-def answer(outputs: dict[str, Any], asked: Request | None = None, stamp: Stamp | None = None) -> dict[str, Any]:
-    body, length = encode(asked or Request("", {}, {}, False), outputs, stamp or Stamp(step=7), "net")
+def answer(
+    outputs: dict[str, Any], asked: InferenceRequest | None = None, stamp: ParameterVersion | None = None
+) -> dict[str, Any]:
+    body, length = encode(
+        asked or InferenceRequest("", {}, {}, False), outputs, stamp or ParameterVersion(step=7), "net"
+    )
     assert length is None
     decoded: dict[str, Any] = json.loads(body)
     return decoded
 
 
 def test_an_answer_carries_the_model_the_step_and_only_what_is_set() -> None:
-    said = answer({"output": torch.tensor([[1, 2]])}, Request("abc", {}, {}, False))
+    said = answer({"output": torch.tensor([[1, 2]])}, InferenceRequest("abc", {}, {}, False))
     assert said == {
         "model_name": "net", "model_version": "7", "id": "abc", "parameters": {"step": 7},
         "outputs": [{"name": "output", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]}],
     }  # fmt: skip
-    local = answer({"output": torch.zeros(1)}, stamp=Stamp(step=7, round=2, local_step=1, spread=0))
+    local = answer({"output": torch.zeros(1)}, stamp=ParameterVersion(step=7, round=2, local_step=1, spread=0))
     assert local["parameters"] == {"step": 7, "round": 2, "local_step": 1, "spread": 0}
 
 
@@ -278,7 +282,7 @@ def test_only_the_wanted_outputs_come_in_the_wanted_form() -> None:
     asked = parse(
         request(X, outputs=[{"name": "c"}, {"name": "a", "parameters": {"binary_data": True}}]), None
     )  # fmt: skip
-    body, length = encode(asked, outputs, Stamp(step=1), "net")
+    body, length = encode(asked, outputs, ParameterVersion(step=1), "net")
     assert length is not None
     said = json.loads(body[:length])["outputs"]
     assert [output["name"] for output in said] == ["c", "a"]
@@ -290,17 +294,17 @@ def test_only_the_wanted_outputs_come_in_the_wanted_form() -> None:
 def test_binary_for_all_has_exceptions() -> None:
     outputs = {"a": torch.tensor([1.5]), "b": torch.tensor([2])}
     every = parse(request(X, parameters={"binary_data_output": True}), None)
-    body, length = encode(every, outputs, Stamp(step=1), "net")
+    body, length = encode(every, outputs, ParameterVersion(step=1), "net")
     assert body[length:] == struct.pack("<f", 1.5) + struct.pack("<q", 2)
     wanted = [{"name": "a"}, {"name": "b", "parameters": {"binary_data": False}}]
     but_one = parse(request(X, parameters={"binary_data_output": True}, outputs=wanted), None)
-    body, length = encode(but_one, outputs, Stamp(step=1), "net")
+    body, length = encode(but_one, outputs, ParameterVersion(step=1), "net")
     assert body[length:] == struct.pack("<f", 1.5)
 
 
 def test_an_unknown_output_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(Refusal, match="no output 'z'; the outputs are 'a', 'b'"):
-        answer({"a": torch.zeros(1), "b": torch.zeros(1)}, Request("", {}, {"z": False}, False))
+    with pytest.raises(HttpError, match="no output 'z'; the outputs are 'a', 'b'"):
+        answer({"a": torch.zeros(1), "b": torch.zeros(1)}, InferenceRequest("", {}, {"z": False}, False))
 
 
 def test_lists_are_answered_as_numbers_if_they_are_and_as_texts_otherwise() -> None:
@@ -310,7 +314,7 @@ def test_lists_are_answered_as_numbers_if_they_are_and_as_texts_otherwise() -> N
         "n": ("INT64", [2], [1, 2]), "f": ("FP64", [2], [0.1, 2.0]), "s": ("BYTES", [2], ["a", "b"]),
         "d": ("BYTES", [2], ['{"label":"a"}', "null"]), "r": ("BYTES", [2], ["[1]", "[1,2]"]),
     }  # fmt: skip
-    body, length = encode(Request("", {}, {}, True), {"s": ["a", "bc"]}, Stamp(step=1), "net")
+    body, length = encode(InferenceRequest("", {}, {}, True), {"s": ["a", "bc"]}, ParameterVersion(step=1), "net")
     assert body[length:] == b"\x01\x00\x00\x00a\x02\x00\x00\x00bc"
 
 
@@ -360,10 +364,10 @@ def test_a_request_is_told_what_came_and_what_is_expected() -> None:
         ({"ids": torch.zeros(3, 8, dtype=torch.int32)}, "input 'ids' has datatype INT32, expected INT64"),
         ({"y": torch.zeros(3)}, "the inputs are named 'x', 'ids', 'y', expected 'x', 'ids'"),
     ):
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(HttpError) as caught:
             check(signature, {**fine, **change})
         assert str(caught.value) == says
-    with pytest.raises(Refusal, match="named 'x', expected 'x', 'ids'"):
+    with pytest.raises(HttpError, match="named 'x', expected 'x', 'ids'"):
         check(signature, {"x": fine["x"]})
 
 
@@ -372,13 +376,13 @@ def test_a_request_is_told_what_came_and_what_is_expected() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"inputs": rows}, lambda rows: {"instances": rows}])
 def test_rows_come_bare_or_under_inputs_or_instances(wrap: Any) -> None:
-    (value,) = plain.parse(b" \n" + json.dumps(wrap([[1.5, 2], [3, 4]])).encode(), None).values()
+    (value,) = plain_json.parse(b" \n" + json.dumps(wrap([[1.5, 2], [3, 4]])).encode(), None).values()
     assert isinstance(value, torch.Tensor)
     assert value.dtype == torch.float32 and value.tolist() == [[1.5, 2], [3, 4]]
 
 
 def test_several_inputs_come_by_name() -> None:
-    inputs = plain.parse(b'{"inputs": {"a": [1, 2], "b": [[true], [false]], "c": ["x", "y"]}}', None)
+    inputs = plain_json.parse(b'{"inputs": {"a": [1, 2], "b": [[true], [false]], "c": ["x", "y"]}}', None)
     assert inputs["a"].dtype == torch.int64 and inputs["b"].dtype == torch.bool  # type: ignore[union-attr]
     assert inputs["c"] == ["x", "y"]
 
@@ -389,7 +393,7 @@ def expecting(**datatypes: str) -> Signature:
 
 @pytest.mark.parametrize("datatype", [name for name in DTYPES if name != "BOOL"])
 def test_whole_numbers_become_the_expected_datatype(datatype: str) -> None:
-    inputs = plain.parse(b"[[1, 2], [3, 4]]", expecting(x=datatype))
+    inputs = plain_json.parse(b"[[1, 2], [3, 4]]", expecting(x=datatype))
     assert list(inputs) == ["x"]
     assert isinstance(inputs["x"], torch.Tensor)
     assert inputs["x"].dtype == DTYPES[datatype] and inputs["x"].tolist() == [[1, 2], [3, 4]]
@@ -399,9 +403,9 @@ def test_nothing_is_lost_on_the_way_to_the_expected_datatype() -> None:
     assert "holds floating numbers, expected INT64" in refused_plain([[1.5, 2]], expecting(x="INT64"))
     assert "holds 300, which UINT8 cannot hold" in refused_plain([[300, 2]], expecting(x="UINT8"))
     assert "holds -1, which UINT8 cannot hold" in refused_plain([[-1, 2]], expecting(x="UINT8"))
-    (double,) = plain.parse(b"[[0.1, 2]]", expecting(x="FP64")).values()
+    (double,) = plain_json.parse(b"[[0.1, 2]]", expecting(x="FP64")).values()
     assert double.tolist() == [[0.1, 2]]  # type: ignore[union-attr]
-    (number,) = plain.parse(b"[[1, 0]]", expecting(x="BOOL")).values()
+    (number,) = plain_json.parse(b"[[1, 0]]", expecting(x="BOOL")).values()
     assert number.dtype == torch.int64  # type: ignore[union-attr] # for `check` to refuse
 
 
@@ -456,16 +460,16 @@ def test_random_bytes_are_refused_by_predict() -> None:
     for _ in range(500):
         body = bytes(luck.choice(b'[]{}",:0123456789.eE-+ntfINa\\ \xff') for _ in range(luck.randint(0, 40)))
         try:
-            plain.parse(body, luck.choice([None, expecting(x="FP32"), expecting(x="INT8")]))
-        except Refusal:
+            plain_json.parse(body, luck.choice([None, expecting(x="FP32"), expecting(x="INT8")]))
+        except HttpError:
             continue
 
 
 def test_the_plain_answer_is_a_list_or_lists_by_name_with_the_step() -> None:
-    stamp = Stamp(step=12, round=3)
-    one = json.loads(plain.encode({"output": torch.tensor([[1.5]])}, stamp))
+    stamp = ParameterVersion(step=12, round=3)
+    one = json.loads(plain_json.encode({"output": torch.tensor([[1.5]])}, stamp))
     assert one == {"outputs": [[1.5]], "step": 12, "round": 3}
-    two = json.loads(plain.encode({"a": torch.tensor([1]), "b": ["x"]}, Stamp(step=12)))
+    two = json.loads(plain_json.encode({"a": torch.tensor([1]), "b": ["x"]}, ParameterVersion(step=12)))
     assert two == {"outputs": {"a": [1], "b": ["x"]}, "step": 12}
 
 

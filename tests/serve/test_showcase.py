@@ -13,18 +13,18 @@ import torch
 from hammer import entries, tensors
 
 from hora.errors import Mismatch
-from hora.serve.showcase import Showcase
-from hora.serve.source import Stamp
+from hora.serve.snapshot_buffer import SnapshotBuffer
+from hora.serve.source import ParameterVersion
 
 HAMMER = Path(__file__).parent / "hammer.py"
 
 
-def hammer(showcase: Showcase, *arguments: object) -> subprocess.Popen[bytes]:
+def hammer(showcase: SnapshotBuffer, *arguments: object) -> subprocess.Popen[bytes]:
     descriptor = showcase.descriptor
     return subprocess.Popen([sys.executable, HAMMER, str(descriptor), *map(str, arguments)], pass_fds=(descriptor,))
 
 
-def read_one(showcase: Showcase, at_least: int) -> Stamp:
+def read_one(showcase: SnapshotBuffer, at_least: int) -> ParameterVersion:
     """One reading of that step or later, every element of which must be of its step."""
     parameters, buffers = tensors()
     deadline = time.monotonic() + 50
@@ -41,7 +41,7 @@ def read_one(showcase: Showcase, at_least: int) -> Stamp:
 
 
 def test_a_reader_never_sees_half_of_what_a_hammering_writer_publishes() -> None:
-    showcase = Showcase.create(*tensors(), entries())
+    showcase = SnapshotBuffer.create(*tensors(), entries())
     writer = hammer(showcase)
     try:
         steps = [read_one(showcase, 1).step]
@@ -56,7 +56,7 @@ def test_a_reader_never_sees_half_of_what_a_hammering_writer_publishes() -> None
 
 @pytest.mark.parametrize("fatal", [1, 2, 7])
 def test_a_writer_that_dies_half_way_leaves_the_step_before(fatal: int) -> None:
-    showcase = Showcase.create(*tensors(), entries())
+    showcase = SnapshotBuffer.create(*tensors(), entries())
     assert hammer(showcase, fatal).wait(50) != 0
     if fatal == 1:
         assert showcase.newest() is None
@@ -65,7 +65,7 @@ def test_a_writer_that_dies_half_way_leaves_the_step_before(fatal: int) -> None:
     parameters, buffers = tensors()
     for tensor in (*parameters, *buffers.values()):
         tensor.fill_(50)
-    showcase.publish(parameters, buffers, Stamp(50, round=5, local_step=0))
+    showcase.publish(parameters, buffers, ParameterVersion(50, round=5, local_step=0))
     assert read_one(showcase, 50).step == 50, "one who comes after it goes on"
 
 
@@ -91,13 +91,13 @@ def test_what_is_read_is_what_was_written_for_every_type_and_layout() -> None:
         "empty": torch.empty(0),
         "infinite": torch.tensor([float("-inf"), 1.0]),
     }
-    shown = Showcase.create(parameters, buffers, entries())
-    shown.publish(parameters, buffers, Stamp(4))
-    reader = Showcase.open(os.dup(shown.descriptor), parameters, buffers, entries())
+    shown = SnapshotBuffer.create(parameters, buffers, entries())
+    shown.publish(parameters, buffers, ParameterVersion(4))
+    reader = SnapshotBuffer.open(os.dup(shown.descriptor), parameters, buffers, entries())
     assert shown.seen
     into = [torch.empty_like(parameter) for parameter in parameters]
     rest = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
-    assert reader.read(into, rest) == Stamp(4)
+    assert reader.read(into, rest) == ParameterVersion(4)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(into, parameters, strict=True))
     assert all(torch.equal(rest[name], buffer) for name, buffer in buffers.items())
 
@@ -106,24 +106,24 @@ def test_another_model_is_named_by_its_first_difference() -> None:
     parameters, buffers = tensors()
     mine = [["w", [2, 3], "float32", [3, 1], "trained"], ["b", [2], "float32", [1], "trained"]]
     theirs = [mine[0], ["b", [3], "float32", [1], "trained"], ["c", [1], "float32", [1], "trained"]]
-    shown = Showcase.create(parameters, buffers, theirs)
+    shown = SnapshotBuffer.create(parameters, buffers, theirs)
     with pytest.raises(Mismatch, match=r"the predictor has b \[2\] float32 where the workers have b \[3\] float32"):
-        Showcase.open(os.dup(shown.descriptor), parameters, buffers, mine)
+        SnapshotBuffer.open(os.dup(shown.descriptor), parameters, buffers, mine)
     with pytest.raises(Mismatch, match=r"has nothing .* where the workers have c \[1\]"):
-        Showcase.open(os.dup(shown.descriptor), parameters, buffers, theirs[:2])
+        SnapshotBuffer.open(os.dup(shown.descriptor), parameters, buffers, theirs[:2])
 
 
 def test_a_buffer_of_another_shape_is_refused_and_the_newest_stays() -> None:
     parameters, buffers = tensors()
-    showcase = Showcase.create(parameters, buffers, entries())
-    showcase.publish(parameters, buffers, Stamp(0, round=0, local_step=0))
+    showcase = SnapshotBuffer.create(parameters, buffers, entries())
+    showcase.publish(parameters, buffers, ParameterVersion(0, round=0, local_step=0))
     with pytest.raises(ValueError, match="buffer mean is not what it was"):
-        showcase.publish(parameters, {**buffers, "mean": torch.zeros(78)}, Stamp(1))
+        showcase.publish(parameters, {**buffers, "mean": torch.zeros(78)}, ParameterVersion(1))
     assert read_one(showcase, 0).step == 0
 
 
 def test_a_note_is_left_once() -> None:
-    showcase = Showcase.create(*tensors(), entries())
+    showcase = SnapshotBuffer.create(*tensors(), entries())
     assert showcase.note == b""
     showcase.sign(b"x" * 100_000)
     assert showcase.note == b"", "too long"

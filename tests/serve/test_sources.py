@@ -9,27 +9,27 @@ import msgspec
 import pytest
 import torch
 
-from hora.coordinator import Event, LocalHub, Member
+from hora.coordinator import CoordinatorEvent, LocalHub, Member
 from hora.errors import HoraError, OutOfMemory
-from hora.roster import Roster
+from hora.net.fd_passing import FdPassing
+from hora.parameters.registry import ParameterRegistry
 from hora.serve import publisher as publishing
 from hora.serve.config import ServeConfig, address_of, batch_of, every_of
-from hora.serve.host import Crowd
-from hora.serve.protocol import Signature
-from hora.serve.publisher import Offer, Publisher, note_signature
-from hora.serve.showcase import Showcase
-from hora.serve.source import Stamp
-from hora.serve.sources import FromServers, FromShowcases
-from hora.server.access import Access
+from hora.serve.inference_protocol import Signature
+from hora.serve.predictor import LiveWorkers
+from hora.serve.publisher import Publisher, SnapshotOffer, note_signature
+from hora.serve.snapshot_buffer import SnapshotBuffer
+from hora.serve.source import ParameterVersion
+from hora.serve.sources import ServerSource, SnapshotSource
+from hora.server.access import RunContext
+from hora.server.block_memory import BlockMemory
 from hora.server.host import layout_of
-from hora.server.layout import Layout
-from hora.server.memory import Memory
-from hora.server.messages import Begin, Push
+from hora.server.layout import BlockLayout
+from hora.server.messages import BeginStep, Push
 from hora.server.shelf import Shelf
-from hora.server.state import Rules, Server
+from hora.server.state import Rules, ServerState
 from hora.strategies import parse
 from hora.strategies.sync import Sync
-from hora.transport.passing import Passing
 
 
 class Model(torch.nn.Module):
@@ -41,15 +41,15 @@ class Model(torch.nn.Module):
         self.register_buffer("mask", torch.full((2,), float("-inf")))
 
 
-def roster_of(model: Model) -> Roster:
-    return Roster([model], [torch.optim.SGD(model.line.parameters(), lr=1.0)])
+def roster_of(model: Model) -> ParameterRegistry:
+    return ParameterRegistry([model], [torch.optim.SGD(model.line.parameters(), lr=1.0)])
 
 
-def shown(roster: Roster) -> Showcase:
-    return Showcase.create(roster.parameters, roster.buffers, roster.entries())
+def shown(roster: ParameterRegistry) -> SnapshotBuffer:
+    return SnapshotBuffer.create(roster.parameters, roster.buffers, roster.entries())
 
 
-def publish(showcase: Showcase, roster: Roster, value: float, stamp: Stamp) -> None:
+def publish(showcase: SnapshotBuffer, roster: ParameterRegistry, value: float, stamp: ParameterVersion) -> None:
     parameters = [torch.full_like(parameter, value) for parameter in roster.parameters]
     showcase.publish(parameters, {"mean": torch.full((5,), value), "mask": roster.buffers["mask"]}, stamp)
 
@@ -66,15 +66,15 @@ def test_the_newest_is_loaded_and_the_step_never_goes_back() -> None:
     model = Model()
     roster = roster_of(model)
     showcase = shown(roster)
-    source = FromShowcases(roster, [showcase])
+    source = SnapshotSource(roster, [showcase])
     before = values(model)
     assert source.refresh() is None and values(model) == before
     for step in (0, 3, 3, 2, 7):
-        publish(showcase, roster, float(step), Stamp(step))
+        publish(showcase, roster, float(step), ParameterVersion(step))
         expected = max(step, 3) if step else 0
-        assert source.refresh() == Stamp(expected) and values(model) == {float(expected)}
+        assert source.refresh() == ParameterVersion(expected) and values(model) == {float(expected)}
     source.close()
-    assert source.refresh() == Stamp(7), "what is mapped stays readable after its owner's end"
+    assert source.refresh() == ParameterVersion(7), "what is mapped stays readable after its owner's end"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -82,33 +82,37 @@ def test_what_is_not_finite_is_never_loaded(bad: float) -> None:
     model = Model()
     roster = roster_of(model)
     showcase = shown(roster)
-    source = FromShowcases(roster, [showcase])
-    publish(showcase, roster, bad, Stamp(1))
+    source = SnapshotSource(roster, [showcase])
+    publish(showcase, roster, bad, ParameterVersion(1))
     assert source.refresh() is None
-    publish(showcase, roster, 1.0, Stamp(2))
-    assert source.refresh() == Stamp(2), "a mask that was infinite from the start is no obstacle"
-    publish(showcase, roster, bad, Stamp(3))
-    assert source.refresh() == Stamp(2) and source.refresh() == Stamp(2) and values(model) == {1.0}
-    publish(showcase, roster, 4.0, Stamp(4))
-    assert source.refresh() == Stamp(4) and values(model) == {4.0}
+    publish(showcase, roster, 1.0, ParameterVersion(2))
+    assert source.refresh() == ParameterVersion(2), "a mask that was infinite from the start is no obstacle"
+    publish(showcase, roster, bad, ParameterVersion(3))
+    assert (
+        source.refresh() == ParameterVersion(2) and source.refresh() == ParameterVersion(2) and values(model) == {1.0}
+    )
+    publish(showcase, roster, 4.0, ParameterVersion(4))
+    assert source.refresh() == ParameterVersion(4) and values(model) == {4.0}
 
 
 def test_of_several_workers_the_later_round_counts_then_the_later_local_step() -> None:
     model = Model()
     roster = roster_of(model)
     cases = [shown(roster) for _ in range(3)]
-    source = FromShowcases(roster, cases[:2])
+    source = SnapshotSource(roster, cases[:2])
     source.add(cases[2])
-    publish(cases[0], roster, 7.0, Stamp(0, round=0, local_step=0))
-    publish(cases[1], roster, float("nan"), Stamp(1, round=0, local_step=1))
-    assert source.refresh() == Stamp(0, round=0, local_step=0) and values(model) == {7.0}, "the next after a bad one"
+    publish(cases[0], roster, 7.0, ParameterVersion(0, round=0, local_step=0))
+    publish(cases[1], roster, float("nan"), ParameterVersion(1, round=0, local_step=1))
+    assert source.refresh() == ParameterVersion(0, round=0, local_step=0) and values(model) == {7.0}, (
+        "the next after a bad one"
+    )
     story = [
-        (0, Stamp(0, round=0, local_step=0), 7.0),
-        (1, Stamp(3, round=0, local_step=3), 2.0),
-        (2, Stamp(2, round=0, local_step=2), 2.0),
-        (0, Stamp(8, round=1, local_step=0), 4.0),
-        (1, Stamp(7, round=0, local_step=7), 4.0),
-        (2, Stamp(9, round=1, local_step=1), 6.0),
+        (0, ParameterVersion(0, round=0, local_step=0), 7.0),
+        (1, ParameterVersion(3, round=0, local_step=3), 2.0),
+        (2, ParameterVersion(2, round=0, local_step=2), 2.0),
+        (0, ParameterVersion(8, round=1, local_step=0), 4.0),
+        (1, ParameterVersion(7, round=0, local_step=7), 4.0),
+        (2, ParameterVersion(9, round=1, local_step=1), 6.0),
     ]
     for number, (case, stamp, expected) in enumerate(story, start=1):
         publish(cases[case], roster, float(number), stamp)
@@ -122,16 +126,16 @@ def test_of_several_workers_the_later_round_counts_then_the_later_local_step() -
 class Servers:
     """Servers as state machines in this process, whose memory is read as a predictor reads it."""
 
-    def __init__(self, roster: Roster, mode: str, num_servers: int = 2) -> None:
+    def __init__(self, roster: ParameterRegistry, mode: str, num_servers: int = 2) -> None:
         line = LocalHub(1).line()
-        access = Access(control=line, token=b"", name="", rank=0, size=1, num_servers=num_servers)
-        self.layout: Layout = layout_of(roster, access, 1 << 20)
-        self.memories = [Memory(len(part.blocks), part.num_bytes) for part in self.layout.parts]
+        access = RunContext(control=line, token=b"", name="", rank=0, size=1, num_servers=num_servers)
+        self.layout: BlockLayout = layout_of(roster, access, 1 << 20)
+        self.memories = [BlockMemory(len(part.blocks), part.num_bytes) for part in self.layout.parts]
         self.servers = []
         for number, (part, memory) in enumerate(zip(self.layout.parts, self.memories, strict=True)):
             twin = roster_of(Model())
             shelf = Shelf(part, memory, twin.parameters, twin.names, twin.optimizers)
-            self.servers.append(Server(shelf, Rules(mode=mode), number=number, num_servers=num_servers))
+            self.servers.append(ServerState(shelf, Rules(mode=mode), number=number, num_servers=num_servers))
             self.servers[-1].join(0)
 
     def fill(self, value: float, step: int = 0) -> None:
@@ -141,7 +145,7 @@ class Servers:
 
     def begin(self, number: int, step: int, reaches: int) -> None:
         parcels = self.servers[number].shelf.part.parcels
-        self.servers[number].handle(0, Begin(step, 0, len(parcels), reaches=reaches))
+        self.servers[number].handle(0, BeginStep(step, 0, len(parcels), reaches=reaches))
 
     def push(self, number: int, step: int, gradient: float) -> None:
         server = self.servers[number]
@@ -155,50 +159,50 @@ def test_in_sync_only_parameters_of_one_step_are_read() -> None:
     model = Model()
     roster = roster_of(model)
     servers, showcase = Servers(roster, "sync"), shown(roster)
-    source = FromServers(roster, servers.layout, servers.memories, showcase, together=True)
+    source = ServerSource(roster, servers.layout, servers.memories, showcase, together=True)
     assert source.refresh() is None
-    publish(showcase, roster, 10.0, Stamp(0))
+    publish(showcase, roster, 10.0, ParameterVersion(0))
     servers.fill(10.0)
-    assert source.refresh() == Stamp(0) and values(model) == {10.0}
+    assert source.refresh() == ParameterVersion(0) and values(model) == {10.0}
     for number in (0, 1):
         servers.begin(number, 0, reaches=1)
     servers.push(0, 0, 1.0)
-    assert source.refresh() == Stamp(0) and values(model) == {10.0}, "one server is a step ahead"
+    assert source.refresh() == ParameterVersion(0) and values(model) == {10.0}, "one server is a step ahead"
     servers.push(1, 0, 1.0)
-    assert source.refresh() == Stamp(1)
+    assert source.refresh() == ParameterVersion(1)
     assert {float(value) for value in model.line.weight.detach().view(-1)} == {9.0}
     assert {float(value) for value in model.mean} == {10.0}, "buffers are as rank 0 shows them"
     servers.fill(5.0, step=40)
-    assert source.refresh() == Stamp(40), "restored"
+    assert source.refresh() == ParameterVersion(40), "restored"
 
 
 def test_where_servers_cannot_be_met_at_rest_rank_0s_newer_parameters_are_taken() -> None:
     model = Model()
     roster = roster_of(model)
     servers, showcase = Servers(roster, "sync"), shown(roster)
-    source = FromServers(roster, servers.layout, servers.memories, showcase, together=True)
+    source = ServerSource(roster, servers.layout, servers.memories, showcase, together=True)
     servers.fill(10.0)
     servers.begin(0, 0, reaches=1)
     servers.push(0, 0, 1.0)
-    publish(showcase, roster, 3.0, Stamp(6))
-    assert source.refresh() == Stamp(6) and values(model) == {3.0}
+    publish(showcase, roster, 3.0, ParameterVersion(6))
+    assert source.refresh() == ParameterVersion(6) and values(model) == {3.0}
 
 
 def test_in_async_the_stamp_is_the_lowest_version_and_the_spread() -> None:
     model = Model()
     roster = roster_of(model)
     servers, showcase = Servers(roster, "async"), shown(roster)
-    source = FromServers(roster, servers.layout, servers.memories, showcase, together=False)
-    publish(showcase, roster, 0.0, Stamp(0))
+    source = ServerSource(roster, servers.layout, servers.memories, showcase, together=False)
+    publish(showcase, roster, 0.0, ParameterVersion(0))
     servers.fill(0.0)
-    assert source.refresh() == Stamp(0, spread=0)
+    assert source.refresh() == ParameterVersion(0, spread=0)
     for step in range(3):
         servers.begin(0, step, reaches=0)
         servers.push(0, step, 1.0)
-    assert source.refresh() == Stamp(3, spread=0), "a block that was never updated does not count"
+    assert source.refresh() == ParameterVersion(3, spread=0), "a block that was never updated does not count"
     servers.begin(1, 0, reaches=0)
     servers.push(1, 0, 1.0)
-    assert source.refresh() == Stamp(3, spread=0), "one that begins late does not take the step back"
+    assert source.refresh() == ParameterVersion(3, spread=0), "one that begins late does not take the step back"
     bias = float(model.line.bias.detach()[0])
     for step in range(3, 9):
         servers.begin(0, step, reaches=0)
@@ -206,12 +210,12 @@ def test_in_async_the_stamp_is_the_lowest_version_and_the_spread() -> None:
     for step in range(1, 5):
         servers.begin(1, step, reaches=0)
         servers.push(1, step, 1.0)
-    assert source.refresh() == Stamp(5, spread=4) and float(model.line.bias.detach()[0]) < bias
+    assert source.refresh() == ParameterVersion(5, spread=4) and float(model.line.bias.detach()[0]) < bias
     servers.begin(1, 5, reaches=0)
     servers.push(1, 5, float("nan"))
-    assert source.refresh() == Stamp(5, spread=4), "it is not finite"
+    assert source.refresh() == ParameterVersion(5, spread=4), "it is not finite"
     servers.fill(1.0, step=100)
-    assert source.refresh() == Stamp(100, spread=0) and float(model.line.bias.detach()[0]) == 1.0
+    assert source.refresh() == ParameterVersion(100, spread=0) and float(model.line.bias.detach()[0]) == 1.0
 
 
 def test_a_block_has_its_new_origin_before_it_is_at_rest_again() -> None:
@@ -230,8 +234,8 @@ def test_a_reader_of_blocks_never_meets_half_an_update() -> None:
     model = Model()
     roster = roster_of(model)
     servers, showcase = Servers(roster, "async", 1), shown(roster)
-    source = FromServers(roster, servers.layout, servers.memories, showcase, together=False)
-    publish(showcase, roster, 0.0, Stamp(0))
+    source = ServerSource(roster, servers.layout, servers.memories, showcase, together=False)
+    publish(showcase, roster, 0.0, ParameterVersion(0))
     servers.fill(0.0)
     stop = threading.Event()
 
@@ -266,16 +270,18 @@ def trained(rounds: int | None = None) -> tuple[Model, Sync]:
     return model, sync
 
 
-def publisher(sync: Sync, rank: int = 0, everybody: bool = False, **options: object) -> tuple[Publisher, Offer | None]:
+def publisher(
+    sync: Sync, rank: int = 0, everybody: bool = False, **options: object
+) -> tuple[Publisher, SnapshotOffer | None]:
     hub = LocalHub(1)
     control = hub.line()
     control.join(Member("worker", 0, "here", 1))
     made = Publisher(ServeConfig(**options), rank, sync, control, b"t" * 32, everybody)  # type: ignore[arg-type]
     words = hub.coordinator.values(f"showcase/{rank}").get(f"showcase/{rank}")
-    return made, None if words is None else msgspec.msgpack.decode(words, type=Offer)
+    return made, None if words is None else msgspec.msgpack.decode(words, type=SnapshotOffer)
 
 
-def newest(made: Publisher) -> Stamp | None:
+def newest(made: Publisher) -> ParameterVersion | None:
     assert made._showcase is not None
     return made._showcase.newest()
 
@@ -287,7 +293,7 @@ def newest(made: Publisher) -> Stamp | None:
 def test_parameters_are_shown_when_they_are_due(every: str, expected: list[int]) -> None:
     _, sync = trained()
     made, offer = publisher(sync, every=every)
-    assert offer is not None and offer.address and newest(made) == Stamp(0), "at once"
+    assert offer is not None and offer.address and newest(made) == ParameterVersion(0), "at once"
     found = []
     for step in range(1, 6):
         made.show(step)
@@ -296,11 +302,11 @@ def test_parameters_are_shown_when_they_are_due(every: str, expected: list[int])
         found.append(stamp.step)
     assert found == expected
     made.show(5, at_once=True)
-    assert newest(made) == Stamp(5)
+    assert newest(made) == ParameterVersion(5)
     made.close(well=True)
 
 
-def shown_by(made: Publisher, model: Model) -> tuple[Stamp | None, float]:
+def shown_by(made: Publisher, model: Model) -> tuple[ParameterVersion | None, float]:
     """The newest stamp, and what the first bias is there."""
     assert made._showcase is not None
     room = [torch.empty_like(parameter) for parameter in model.parameters()]
@@ -317,22 +323,22 @@ def test_with_rounds_what_was_agreed_upon_is_shown_and_only_then() -> None:
     model, sync = trained(rounds=0)
     at(model, sync, 0.0, rounds=0, local_steps=0)
     made, _ = publisher(sync, every="step")
-    assert shown_by(made, model) == (Stamp(0, round=0, local_step=0), 0.0)
+    assert shown_by(made, model) == (ParameterVersion(0, round=0, local_step=0), 0.0)
     at(model, sync, 3.0, rounds=0, local_steps=3)
     made.show(3)
-    assert shown_by(made, model) == (Stamp(0, round=0, local_step=0), 0.0)
+    assert shown_by(made, model) == (ParameterVersion(0, round=0, local_step=0), 0.0)
     at(model, sync, 8.0, rounds=1, local_steps=0)
     made.show(8)
-    assert shown_by(made, model) == (Stamp(8, round=1, local_step=0), 8.0)
+    assert shown_by(made, model) == (ParameterVersion(8, round=1, local_step=0), 8.0)
     at(model, sync, 10.0, rounds=1, local_steps=2)
     made.show(10, at_once=True)
-    assert shown_by(made, model) == (Stamp(8, round=1, local_step=0), 8.0), "it is still of the round's end"
+    assert shown_by(made, model) == (ParameterVersion(8, round=1, local_step=0), 8.0), "it is still of the round's end"
     at(model, sync, 17.0, rounds=2, local_steps=1)
     made.show(17)
-    assert shown_by(made, model) == (Stamp(8, round=1, local_step=0), 8.0), "a step went over the average"
+    assert shown_by(made, model) == (ParameterVersion(8, round=1, local_step=0), 8.0), "a step went over the average"
     at(model, sync, 24.0, rounds=3, local_steps=0)
     made.show(24)
-    assert shown_by(made, model) == (Stamp(24, round=3, local_step=0), 24.0)
+    assert shown_by(made, model) == (ParameterVersion(24, round=3, local_step=0), 24.0)
     made.close(well=True)
 
 
@@ -343,7 +349,7 @@ def test_an_average_that_is_kept_is_shown_though_steps_went_on(monkeypatch: pyte
     made, _ = publisher(sync, every="step")
     at(model, sync, 9.0, rounds=1, local_steps=2)
     made.show(10)
-    assert shown_by(made, model) == (Stamp(10, round=1, local_step=0), 5.0)
+    assert shown_by(made, model) == (ParameterVersion(10, round=1, local_step=0), 5.0)
     made.close(well=True)
 
 
@@ -357,12 +363,15 @@ def test_in_the_warm_up_every_step_is_common() -> None:
         made.show(step)
         found.append(shown_by(made, model))
     zero, two, *_, four = found[0], found[1], found[3]
-    assert zero[0] == Stamp(0, round=0, local_step=0)
-    assert (two, four) == ((Stamp(2, round=0, local_step=0), 2.0), (Stamp(4, round=0, local_step=0), 4.0))
+    assert zero[0] == ParameterVersion(0, round=0, local_step=0)
+    assert (two, four) == (
+        (ParameterVersion(2, round=0, local_step=0), 2.0),
+        (ParameterVersion(4, round=0, local_step=0), 4.0),
+    )
     at(model, sync, 5.0, rounds=0, local_steps=0)
     sync.warm = False
     made.show(5)
-    assert shown_by(made, model) == (Stamp(5, round=0, local_step=0), 5.0), "its end is where rounds begin"
+    assert shown_by(made, model) == (ParameterVersion(5, round=0, local_step=0), 5.0), "its end is where rounds begin"
     made.close(well=True)
 
 
@@ -372,7 +381,7 @@ def test_newest_shows_every_workers_own_parameters_within_the_round() -> None:
     assert offer is not None
     sync.local_steps = 2
     made.show(2)
-    assert newest(made) == Stamp(2, round=0, local_step=2)
+    assert newest(made) == ParameterVersion(2, round=0, local_step=2)
     made.close(well=True)
     other, offer = publisher(sync, rank=1)
     assert offer is None and other._showcase is None, "the average is rank 0's to show"
@@ -381,10 +390,10 @@ def test_newest_shows_every_workers_own_parameters_within_the_round() -> None:
 def test_too_little_memory_is_a_warning_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object) -> Showcase:
+    def refuse(*_: object) -> SnapshotBuffer:
         raise OutOfMemory("3 MiB of shared memory wanted, 2 MiB left")
 
-    monkeypatch.setattr(publishing.Showcase, "create", refuse)
+    monkeypatch.setattr(publishing.SnapshotBuffer, "create", refuse)
     _, sync = trained()
     made, offer = publisher(sync)
     assert offer is not None and "2 MiB left" in offer.problem
@@ -400,7 +409,7 @@ def test_a_buffer_that_changes_its_shape_ends_the_showing_and_nothing_else(caplo
     model.mean = torch.zeros(6)
     made.show(1)
     made.show(2)
-    other = Passing(b"t" * 32)
+    other = FdPassing(b"t" * 32)
     with pytest.raises(HoraError, match="buffer mean"):
         other.fetch(offer.address, offer.key)
     other.close()
@@ -411,7 +420,7 @@ def test_a_buffer_that_changes_its_shape_ends_the_showing_and_nothing_else(caplo
 def test_a_worker_that_is_done_does_not_wait_for_a_predictor_that_has_died() -> None:
     _, sync = trained()
     made, _ = publisher(sync, after=True)
-    made._hear(Event(kind="died", generation=1, member=Member("predictor", 0, "here", 2)))
+    made._hear(CoordinatorEvent(kind="died", generation=1, member=Member("predictor", 0, "here", 2)))
     begin = time.monotonic()
     made.close(well=True)
     assert time.monotonic() - begin < publishing.LINGER_S / 2
@@ -420,16 +429,16 @@ def test_a_worker_that_is_done_does_not_wait_for_a_predictor_that_has_died() -> 
 def test_a_worker_that_joins_again_is_no_longer_gone() -> None:
     control = LocalHub(1).line()
     control.join(member := Member("worker", 0, "here", 1))
-    crowd = Crowd(control)
+    crowd = LiveWorkers(control)
     for kind, is_empty in (("died", True), ("joined", False), ("left", True)):
-        crowd._hear(Event(kind=kind, generation=1, member=member))
+        crowd._hear(CoordinatorEvent(kind=kind, generation=1, member=member))
         assert crowd.is_empty == is_empty
 
 
 def test_where_a_run_outlives_rank_0_everybody_shows() -> None:
     _, sync = trained(rounds=0)
     made, offer = publisher(sync, rank=1, everybody=True)
-    assert offer is not None and newest(made) == Stamp(0, round=0, local_step=0)
+    assert offer is not None and newest(made) == ParameterVersion(0, round=0, local_step=0)
     made.close(well=True)
 
 

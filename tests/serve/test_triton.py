@@ -10,8 +10,8 @@ import torch
 from predictors import Recorder, Steps, answering, served
 from torch import nn
 
-from hora.serve.protocol import signature_of
-from hora.serve.source import Stamp
+from hora.serve.inference_protocol import signature_of
+from hora.serve.source import ParameterVersion
 
 np = pytest.importorskip("numpy")
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -44,7 +44,7 @@ class _Client:
 
 @pytest.fixture
 def place() -> Iterator[_Client]:
-    model, source = Recorder(), Steps(Stamp(step=7, round=2))
+    model, source = Recorder(), Steps(ParameterVersion(step=7, round=2))
     with answering(model, source, signature=model.learned) as answerer, served(answerer) as port:
         client = triton.InferenceServerClient(f"127.0.0.1:{port}")
         yield _Client(model, source, client)
@@ -54,7 +54,7 @@ def place() -> Iterator[_Client]:
 def test_the_client_finds_server_and_model_alive_and_ready(place: _Client) -> None:
     assert place.client.is_server_live() and place.client.is_server_ready() and place.client.is_model_ready("net")
     assert not place.client.is_model_ready("other")
-    place.source.stamp = Stamp(step=8)
+    place.source.stamp = ParameterVersion(step=8)
     assert place.client.is_model_ready("net", "8") and not place.client.is_model_ready("net", "7")
     assert place.client.get_server_metadata()["extensions"] == ["binary_tensor_data"]
     metadata = place.client.get_model_metadata("net")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hora.server.messages import Begin, Enter, Entered, Push, Ready, Rest
+from hora.server.messages import BeginStep, ChunkReady, EnterLoop, LeaveLoop, Push, WorkerEntered
 
 
 class Checker:
@@ -35,13 +35,13 @@ class Checker:
     def records(self, number: int, kind: str, facts: dict[str, Any]) -> None:
         """What a server says of itself."""
 
-    def emits(self, number: int, rank: int, ready: Ready) -> None:
+    def emits(self, number: int, rank: int, ready: ChunkReady) -> None:
         """A server has answered."""
 
-    def reads(self, walker: Any, number: int, ready: Ready) -> None:
+    def reads(self, walker: Any, number: int, ready: ChunkReady) -> None:
         """A worker has read a parcel."""
 
-    def finishes(self, walker: Any, step: int, readies: list[Ready]) -> None:
+    def finishes(self, walker: Any, step: int, readies: list[ChunkReady]) -> None:
         """A worker has read all parcels of its step."""
 
     def ends(self) -> None:
@@ -73,10 +73,10 @@ class Clocks:
             self.trains.discard(rank)
         if rank not in self.here:
             return
-        if isinstance(message, Rest):
+        if isinstance(message, LeaveLoop):
             self.trains.discard(rank)
             self.inside.discard(rank)
-        if isinstance(message, Enter | Begin) and rank not in self.inside:
+        if isinstance(message, EnterLoop | BeginStep) and rank not in self.inside:
             self.inside.add(rank)
             self.entered[rank] += 1
             if self.first is None:
@@ -106,11 +106,11 @@ class Clocks:
                 self._count(rank, message)
 
     def _count(self, rank: int, message: Any) -> None:
-        if isinstance(message, Begin):
+        if isinstance(message, BeginStep):
             self._parcels[rank, message.step] = message.parcels
         if isinstance(message, Push):
             self._came[rank, message.step] += 1
-        if isinstance(message, Begin | Push):
+        if isinstance(message, BeginStep | Push):
             key = (rank, message.step)
             if key in self._parcels:
                 self.of_step.setdefault(key, self.clock[rank] + 1)
@@ -138,7 +138,7 @@ class AsyncChecker(Checker):
         self.history = [[[value] for value in values] for values in self.values]  # by server and block, each version's
         self.given: dict[tuple[int, int, int], np.ndarray] = {}  # by server, worker, block
         self.read_at: dict[tuple[int, int, int], int] = {}
-        self.begun: dict[tuple[int, int, int], Begin] = {}
+        self.begun: dict[tuple[int, int, int], BeginStep] = {}
         self.delivered: dict[tuple[int, int, int, int], list[np.ndarray | None]] = {}
         self.bases: dict[tuple[int, int, int, int], list[int]] = {}
         self.lags: dict[tuple[int, int, int, int], int] = {}
@@ -154,7 +154,7 @@ class AsyncChecker(Checker):
         self.clocks[number].here.add(rank)
 
     def hears(self, number: int, message: Any) -> None:
-        if isinstance(message, Entered) and self.world.rules.mode == "ssp":
+        if isinstance(message, WorkerEntered) and self.world.rules.mode == "ssp":
             self.clocks[number].places(message.worker, message.clock)
 
     def delivers(self, number: int, rank: int, message: Any, gradients: Any) -> None:
@@ -163,7 +163,7 @@ class AsyncChecker(Checker):
             self.gone.add((number, rank))
         elif (number, rank) in self.gone:
             return
-        elif isinstance(message, Begin):
+        elif isinstance(message, BeginStep):
             self.begun[number, rank, message.step] = message
         elif isinstance(message, Push):
             key = (number, rank, message.step, message.parcel)
@@ -201,7 +201,7 @@ class AsyncChecker(Checker):
             self.history[number][block.number].append(values[block.number])
         self.applied_at[key] = [counts[block.number] for block in blocks]
 
-    def emits(self, number: int, rank: int, ready: Ready) -> None:
+    def emits(self, number: int, rank: int, ready: ChunkReady) -> None:
         blocks = self.world.layout.parts[number].parcels[ready.parcel].blocks
         for block, version in zip(blocks, ready.versions, strict=True):
             self.given[number, rank, block.number] = self.history[number][block.number][version - 1]
@@ -220,7 +220,7 @@ class AsyncChecker(Checker):
             self.staleness_seen[ahead] += 1
             assert ahead <= self.world.rules.staleness, f"{key} was answered {ahead} steps ahead of the slowest"
 
-    def reads(self, walker: Any, number: int, ready: Ready) -> None:
+    def reads(self, walker: Any, number: int, ready: ChunkReady) -> None:
         for block in self.world.layout.parts[number].parcels[ready.parcel].blocks:
             private = self.world.rules.correct == "dc"
             given = self.given[number, walker.rank, block.number]
@@ -280,18 +280,18 @@ class MeetingChecker(AsyncChecker):
             assert not self.unread[number], f"server {number} applied while {self.unread[number]} had not read"
         super().records(number, kind, facts)
 
-    def emits(self, number: int, rank: int, ready: Ready) -> None:
+    def emits(self, number: int, rank: int, ready: ChunkReady) -> None:
         super().emits(number, rank, ready)
         if ready.step >= 0 and self._clock(rank) % self.world.rules.sync_every == 0:
             self.unread[number].add(rank)
 
-    def reads(self, walker: Any, number: int, ready: Ready) -> None:
+    def reads(self, walker: Any, number: int, ready: ChunkReady) -> None:
         super().reads(walker, number, ready)
         left = {(n, parcel) for n, parcel in walker.outstanding if n == number} - {(number, ready.parcel)}
         if not left:
             self.unread[number].discard(walker.rank)
 
-    def finishes(self, walker: Any, step: int, readies: list[Ready]) -> None:
+    def finishes(self, walker: Any, step: int, readies: list[ChunkReady]) -> None:
         clock = self._clock(walker.rank)
         if clock % self.world.rules.sync_every:
             return
@@ -334,7 +334,7 @@ class SyncChecker(Checker):
             self.chosen[facts["step"]] = facts["workers"]
             self.present[facts["step"]] = facts["present"]
 
-    def emits(self, number: int, rank: int, ready: Ready) -> None:
+    def emits(self, number: int, rank: int, ready: ChunkReady) -> None:
         if ready.step >= 0:
             self.answers[number, rank, ready.step, ready.parcel] += 1
             assert self.answers[number, rank, ready.step, ready.parcel] == 1
@@ -354,7 +354,7 @@ class SyncChecker(Checker):
             return torch.equal(found, expected)
         return torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
 
-    def reads(self, walker: Any, number: int, ready: Ready) -> None:
+    def reads(self, walker: Any, number: int, ready: ChunkReady) -> None:
         if ready.step < 0 and not self.world.rules.backup:
             return
         at = ready.now if self.world.rules.backup else ready.step + 1
@@ -366,7 +366,7 @@ class SyncChecker(Checker):
                 f"rank {walker.rank} read other values of block {block.number} of server {number} than step {at}'s"
             )
 
-    def finishes(self, walker: Any, step: int, readies: list[Ready]) -> None:
+    def finishes(self, walker: Any, step: int, readies: list[ChunkReady]) -> None:
         assert len({ready.dropped for ready in readies}) <= 1, f"step {step} is dropped on one server, not on the other"
         if readies and readies[0].dropped:
             self.dropped.add((walker.rank, step))

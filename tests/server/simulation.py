@@ -15,11 +15,23 @@ from typing import Any
 
 import torch
 
+from hora.server.block_memory import BlockMemory
 from hora.server.layout import cut
-from hora.server.memory import Memory
-from hora.server.messages import Begin, Chosen, Enter, Entered, Got, Meet, Norm, Pull, Push, Ready, Rest
+from hora.server.messages import (
+    BeginStep,
+    ChosenWorkers,
+    ChunkReady,
+    EnterLoop,
+    GradientNorm,
+    LeaveLoop,
+    Pull,
+    Push,
+    SynchronizeAt,
+    SynchronizedAck,
+    WorkerEntered,
+)
 from hora.server.shelf import Shelf
-from hora.server.state import Rules, Server
+from hora.server.state import Rules, ServerState
 
 LR = 2.0**-6
 SHAPES = ((10, 8), (3,), (5, 4), (70,))  # of 256 bytes each: blocks of 3, 1, 1 and 3 slices
@@ -74,9 +86,9 @@ class Walker:
         self.outstanding: set[tuple[int, int]] = set()
         self.held = [[flat.clone() for flat in server.shelf.flats] for server in world.servers]
         self.base = [[0] * len(server.shelf.flats) for server in world.servers]
-        self.readies: list[Ready] = []
+        self.readies: list[ChunkReady] = []
         self.nows: dict[int, int] = {}
-        self.told: list[list[Ready]] = []  # by step
+        self.told: list[list[ChunkReady]] = []  # by step
 
     def can_act(self) -> bool:
         ready = self.joined and not self.gone and not self.outstanding and bool(self.script)
@@ -85,9 +97,9 @@ class Walker:
     def act(self) -> None:
         world, action = self.world, self.script.popleft()
         if action == "enter":
-            world.tell(self.rank, Enter())
+            world.tell(self.rank, EnterLoop())
         elif action == "rest":
-            world.tell(self.rank, Rest())
+            world.tell(self.rank, LeaveLoop())
         elif action == "pause":
             for walker in world.walkers:
                 if walker is not self:
@@ -108,7 +120,7 @@ class Walker:
         eligible = len(set(self.nows.values())) <= 1
         for number, part in enumerate(world.layout.parts):
             mine = [parcel for parcel in part.parcels if parcel.optimizer == optimizer]
-            begin = Begin(self.step, optimizer, len(mine), **{"eligible": eligible, **given.begin})
+            begin = BeginStep(self.step, optimizer, len(mine), **{"eligible": eligible, **given.begin})
             world.queue(("w", self.rank, number, 0)).append((begin, ()))
             world.dice.shuffle(mine)
             for parcel in mine:
@@ -132,7 +144,7 @@ class Walker:
             self.world.queue(("w", self.rank, number, 0)).append((Pull(-1 - self.pulls), ()))
             self.outstanding |= {(number, parcel.number) for parcel in part.parcels}
 
-    def hear(self, number: int, ready: Ready) -> None:
+    def hear(self, number: int, ready: ChunkReady) -> None:
         """Reads the parcel, as it is now or as it was copied for this worker."""
         server = self.world.servers[number]
         parcel = server.shelf.part.parcels[ready.parcel]
@@ -156,7 +168,7 @@ class Walker:
         self.world.checker.finishes(self, self.step, self.readies)
         self.told.append(self.readies)
         if self.world.rules.sync_every:
-            self.world.tell(self.rank, Got(self.step))
+            self.world.tell(self.rank, SynchronizedAck(self.step))
         self.taken += 1
         self._go_on()
 
@@ -197,15 +209,15 @@ class World:
             for number, shape in enumerate(shapes)
         ]
         self.layout = cut(self.parameters, optimizers(self.parameters), num_servers, 256)
-        self.servers: list[Server] = []
+        self.servers: list[ServerState] = []
         for number, part in enumerate(self.layout.parts):
             own = [torch.nn.Parameter(parameter.detach().clone()) for parameter in self.parameters]
-            shelf = Shelf(part, Memory(len(part.blocks), part.num_bytes), own, [str(i) for i in range(len(own))],
+            shelf = Shelf(part, BlockMemory(len(part.blocks), part.num_bytes), own, [str(i) for i in range(len(own))],
                           optimizers(own))  # fmt: skip
             for parcel in part.parcels:
                 shelf.fill(parcel, [own[b.index].detach().reshape(-1)[b.start : b.stop] for b in parcel.blocks])
             record = self._recorder(number)
-            self.servers.append(Server(shelf, rules, number=number, num_servers=num_servers, record=record))
+            self.servers.append(ServerState(shelf, rules, number=number, num_servers=num_servers, record=record))
         self.contribute = contribute or self.random_gradients
         self._queues: dict[tuple[Any, ...], collections.deque[Any]] = {}
         self.walkers = [Walker(rank, plan, self) for rank, plan in enumerate(plans)]
@@ -258,10 +270,10 @@ class World:
     def post(self, number: int, out: list[tuple[tuple[str, int], Any]]) -> None:
         for (role, other), message in out:
             if role == "server":
-                assert isinstance(message, Chosen | Norm | Entered | Meet)
+                assert isinstance(message, ChosenWorkers | GradientNorm | WorkerEntered | SynchronizeAt)
                 self.queue(("p", number, other)).append(message)
             else:
-                assert isinstance(message, Ready)
+                assert isinstance(message, ChunkReady)
                 self.checker.emits(number, other, message)
                 self.queue(("r", number, other)).append(message)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from hora.server.layout import ALIGN_BYTES, Layout, cut
+from hora.server.layout import ALIGN_BYTES, BlockLayout, cut
 
 
 class OwnSGD(torch.optim.SGD):
@@ -22,7 +22,7 @@ def random_model(seed: int) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(shape, dtype=dice.choice(dtypes))) for shape in shapes]
 
 
-def loads(layout: Layout, parameters: list[torch.nn.Parameter]) -> list[int]:
+def loads(layout: BlockLayout, parameters: list[torch.nn.Parameter]) -> list[int]:
     return [sum(b.numel * parameters[b.index].element_size() for b in part.blocks) for part in layout.parts]
 
 

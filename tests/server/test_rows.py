@@ -9,17 +9,17 @@ import pytest
 import torch
 from simulation import LR, whole_numbers
 
-from hora.server.layout import Layout, Parcel, cut
-from hora.server.memory import Memory
-from hora.server.messages import Begin, Enter, Push, Ready
+from hora.server.block_memory import BlockMemory
+from hora.server.layout import BlockLayout, Chunk, cut
+from hora.server.messages import BeginStep, ChunkReady, EnterLoop, Push
 from hora.server.rows import RowLog
 from hora.server.shelf import Shelf
-from hora.server.state import Rules, Server
+from hora.server.state import Rules, ServerState
 
 NUM_ROWS, WIDTH = 50, 4
 
 
-def make(rules: Rules, num_servers: int = 1) -> tuple[torch.nn.Parameter, Layout, list[Server]]:
+def make(rules: Rules, num_servers: int = 1) -> tuple[torch.nn.Parameter, BlockLayout, list[ServerState]]:
     """A sparse table of fifty rows, eight in a block, and a dense parameter."""
     dice = random.Random(0)
     table = torch.nn.Parameter(whole_numbers((NUM_ROWS, WIDTH), dice))
@@ -29,14 +29,14 @@ def make(rules: Rules, num_servers: int = 1) -> tuple[torch.nn.Parameter, Layout
         optimizers = [torch.optim.SGD(own, lr=LR)]
         layout = cut(own, optimizers, num_servers, 256, frozenset({0}))
         part = layout.parts[number]
-        shelf = Shelf(part, Memory(len(part.blocks), part.num_bytes), own, ["table", "bias"], optimizers)
+        shelf = Shelf(part, BlockMemory(len(part.blocks), part.num_bytes), own, ["table", "bias"], optimizers)
         for parcel in part.parcels:
             shelf.fill(parcel, [own[b.index].detach().reshape(-1)[b.start : b.stop] for b in parcel.blocks])
-        servers.append(Server(shelf, rules, number=number, num_servers=num_servers))
+        servers.append(ServerState(shelf, rules, number=number, num_servers=num_servers))
     return table, layout, servers
 
 
-def sparse(parcel: Parcel, gradient: torch.Tensor) -> torch.Tensor:
+def sparse(parcel: Chunk, gradient: torch.Tensor) -> torch.Tensor:
     """The rows of this block in which the gradient of the table is not zero."""
     block = parcel.blocks[0]
     mine = gradient.reshape(-1)[block.start : block.stop].view(-1, WIDTH)
@@ -51,7 +51,7 @@ def some_rows(dice: random.Random, num_rows: int = 6) -> torch.Tensor:
     return gradient
 
 
-def named(ready: Ready) -> list[int]:
+def named(ready: ChunkReady) -> list[int]:
     assert ready.rows is not None and len(ready.rows) == 1
     return torch.frombuffer(bytearray(ready.rows[0]), dtype=torch.int64).tolist() if ready.rows[0] else []
 
@@ -66,12 +66,12 @@ def test_ready_names_exactly_the_rows_changed_since_that_worker_was_last_answere
     news: dict[tuple[int, int], set[int] | None] = collections.defaultdict(lambda: None)  # None: all
     for worker in range(3):
         server.join(worker)
-        server.handle(worker, Enter())
+        server.handle(worker, EnterLoop())
     steps = [0, 0, 0]
     for _ in range(40):
         worker = dice.choice([0, 0, 1, 1, 2] if dice.random() < 0.8 else [0])
         gradient = some_rows(dice)
-        server.handle(worker, Begin(steps[worker], 0, len(parcels)))
+        server.handle(worker, BeginStep(steps[worker], 0, len(parcels)))
         for parcel in parcels:
             given = sparse(parcel, gradient) if parcel.row else None
             touched = [] if given is None else given.coalesce().indices()[0].tolist()
@@ -114,7 +114,7 @@ def test_the_mean_of_sparse_gradients_is_the_dense_one(num_servers: int, clip_no
             for number, server in enumerate(servers):
                 parcels = layout.parts[number].parcels
                 for worker in range(num_workers):
-                    out = server.handle(worker, Begin(step, 0, len(parcels)))
+                    out = server.handle(worker, BeginStep(step, 0, len(parcels)))
                     for parcel in parcels:
                         given = sparse(parcel, gradients[worker]) if parcel.row else None
                         out += server.handle(worker, Push(step, parcel.number, [0] * len(parcel.blocks)), [given])
@@ -166,7 +166,7 @@ def test_one_that_joins_later_is_told_all_rows_and_one_that_left_is_not_kept_for
     server.leave(1)
     dice = random.Random(0)
     for step in range(200):
-        server.handle(0, Begin(step, 0, len(layout.parts[0].parcels)))
+        server.handle(0, BeginStep(step, 0, len(layout.parts[0].parcels)))
         for each in layout.parts[0].parcels:
             given = sparse(each, some_rows(dice)) if each.row else None
             server.handle(0, Push(step, each.number, [0]), [given])

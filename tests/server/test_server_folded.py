@@ -12,13 +12,13 @@ from checker import Checker
 from simulation import LR, Plan, World
 
 from hora.errors import HoraError
-from hora.server.guest import Guest
+from hora.net.message_socket import MessageSocket
+from hora.server.block_memory import BlockMemory
 from hora.server.layout import cut
-from hora.server.memory import Memory
-from hora.server.messages import Begin, Drop, Enter, Hello, Push, Ready
+from hora.server.messages import BeginStep, ChunkReady, DropStep, EnterLoop, Push, WorkerHello
+from hora.server.push_codec import PushCodec
 from hora.server.state import Rules
-from hora.server.wire import Wire
-from hora.transport.line import Line
+from hora.server.worker_session import WorkerSession
 
 
 def lone(num_workers: int, rules: Rules | None = None) -> World:
@@ -30,8 +30,8 @@ def said(world: World, rank: int, step: int, value: float, **words: Any) -> list
     server = world.servers[0]
     parcels = server.shelf.part.parcels
     if words.get("carrier", -1) >= 0:
-        return server.handle(rank, Begin(step, 0, 0, **words))
-    out = server.handle(rank, Begin(step, 0, len(parcels), **words))
+        return server.handle(rank, BeginStep(step, 0, 0, **words))
+    out = server.handle(rank, BeginStep(step, 0, len(parcels), **words))
     for parcel in parcels:
         gradients = [torch.full((block.numel,), value, dtype=torch.float64) for block in parcel.blocks]
         out += server.handle(rank, Push(step, parcel.number, [1] * len(parcel.blocks)), gradients)
@@ -64,7 +64,7 @@ def test_a_push_for_a_host_counts_as_its_workers_would_in_any_order(seed: int) -
         out += said(world, rank, 0, value, **words)
     assert moved(world) == (1 * 8 + 2 * 4 + 3 * 2 + 2 * 1) / 8
     assert world.servers[0].now == 1
-    answered = sorted(rank for (_, rank), message in out if isinstance(message, Ready))
+    answered = sorted(rank for (_, rank), message in out if isinstance(message, ChunkReady))
     num_parcels = len(world.servers[0].shelf.part.parcels)
     assert answered == [0] * num_parcels + [1] * num_parcels  # once per host
 
@@ -81,7 +81,7 @@ def test_a_leader_that_is_gone_before_its_push_was_complete_takes_its_mates_grad
     server = world.servers[0]
     said(world, 1, 0, 0.0, carrier=0)
     said(world, 2, 0, 4.0)
-    server.handle(0, Begin(0, 0, len(server.shelf.part.parcels), factor=2.0))
+    server.handle(0, BeginStep(0, 0, len(server.shelf.part.parcels), factor=2.0))
     server.leave(0)
     assert moved(world) == 0 and server.now == 0  # no mean that counts samples without their gradients
 
@@ -90,9 +90,9 @@ def test_a_folded_step_that_was_dropped_may_begin_again_and_circles_end() -> Non
     world = lone(2)
     server = world.servers[0]
     said(world, 1, 0, 0.0, carrier=0)
-    server.handle(0, Begin(0, 0, len(server.shelf.part.parcels), carrier=1))  # each leaves it to the other
+    server.handle(0, BeginStep(0, 0, len(server.shelf.part.parcels), carrier=1))  # each leaves it to the other
     for rank in (0, 1):
-        server.handle(rank, Drop(0))
+        server.handle(rank, DropStep(0))
     said(world, 1, 0, 0.0, carrier=0)
     said(world, 0, 0, 3.0, factor=2.0)
     assert moved(world) == 3.0
@@ -101,13 +101,15 @@ def test_a_folded_step_that_was_dropped_may_begin_again_and_circles_end() -> Non
 # -- encoded ---------------------------------------------------------------------------------------------------------
 
 
-def guest_of(rules: Rules) -> tuple[Guest, Any, socket.socket]:
+def guest_of(rules: Rules) -> tuple[WorkerSession, Any, socket.socket]:
     parameter = torch.nn.Parameter(torch.zeros(4096))
     part = cut([parameter], [torch.optim.SGD([parameter], lr=1.0)], 1, 1 << 20).parts[0]
     mine, theirs = socket.socketpair()
-    line = Line(mine, lambda *_: memoryview(b""), bytes, bytes)
-    guest = Guest(line, part, [torch.float32], 0, 1024, Wire(rules.wire, rules.codec, part, [torch.float32]))
-    guest.furnish(Hello(0, "rank 0", "", []), None)
+    line = MessageSocket(mine, lambda *_: memoryview(b""), bytes, bytes)
+    guest = WorkerSession(
+        line, part, [torch.float32], 0, 1024, PushCodec(rules.wire, rules.codec, part, [torch.float32])
+    )
+    guest.furnish(WorkerHello(0, "rank 0", "", []), None)
     return guest, part.parcels[0], theirs
 
 
@@ -129,7 +131,7 @@ def test_an_encoded_push_of_the_wrong_length_is_refused_and_nothing_is_allocated
         with pytest.raises(HoraError, match="no place"):
             guest.room(Push(0, 0, [0], wire=other), right)
     fresh, _, _end = guest_of(rules)
-    monkeypatch.setattr(Wire, "decode", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(PushCodec, "decode", lambda *_: pytest.fail("decoded"))
     with pytest.raises(HoraError, match="wire="):
         fresh.gradients_of(push)  # nothing came behind it
     with pytest.raises(HoraError, match="wire="):
@@ -148,8 +150,8 @@ def test_topk_that_names_elements_that_do_not_exist_is_refused() -> None:
 def test_what_was_encoded_is_decoded_into_its_place() -> None:
     rules = Rules(wire="int8")
     guest, parcel, _other = guest_of(rules)
-    wire = Wire("int8", rules.codec, guest._part, [torch.float32])
-    memory = Memory(1, parcel.num_bytes)
+    wire = PushCodec("int8", rules.codec, guest._part, [torch.float32])
+    memory = BlockMemory(1, parcel.num_bytes)
     vector = memory.tensor(0, 4096, torch.float32)
     vector.copy_(torch.linspace(-1, 1, 4096))
     errors: dict[int, torch.Tensor] = {}
@@ -164,8 +166,8 @@ def test_what_was_encoded_is_decoded_into_its_place() -> None:
 def test_what_is_not_finite_leaves_no_error_behind() -> None:
     rules = Rules(wire="int8")
     _, parcel, _other = guest_of(rules)
-    wire = Wire("int8", rules.codec, guest_of(rules)[0]._part, [torch.float32])
-    memory = Memory(1, parcel.num_bytes)
+    wire = PushCodec("int8", rules.codec, guest_of(rules)[0]._part, [torch.float32])
+    memory = BlockMemory(1, parcel.num_bytes)
     errors: dict[int, torch.Tensor] = {}
     memory.tensor(0, 4096, torch.float32).fill_(float("nan"))
     wire.encode(parcel, memory.data[: parcel.num_bytes], [slice(0, 4096)], errors)
@@ -179,7 +181,7 @@ def test_under_ssp_one_that_is_reported_dead_is_waited_for_no_more() -> None:
     """Its connection shows nothing: the server is told to part with it."""
     world = lone(2, Rules(mode="ssp", staleness=0))
     server = world.servers[0]
-    server.handle(1, Enter())
+    server.handle(1, EnterLoop())
     assert said(world, 0, 0, 1.0) == []
     freed = server.leave(1)
     assert len(freed) == len(server.shelf.part.parcels) and server.staleness(0) == 0

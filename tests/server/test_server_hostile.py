@@ -11,7 +11,19 @@ import torch
 from checker import Checker
 from simulation import LR, Plan, World
 
-from hora.server.messages import Begin, Chosen, Drop, Enter, Entered, Got, Meet, Norm, Push, Ready, Rest
+from hora.server.messages import (
+    BeginStep,
+    ChosenWorkers,
+    ChunkReady,
+    DropStep,
+    EnterLoop,
+    GradientNorm,
+    LeaveLoop,
+    Push,
+    SynchronizeAt,
+    SynchronizedAck,
+    WorkerEntered,
+)
 from hora.server.state import Rules
 
 RULES = {
@@ -36,7 +48,7 @@ def gradients(world: World, parcel: Any, value: float = 1.0) -> list[torch.Tenso
 def take(world: World, rank: int, step: int) -> list[Any]:
     server = world.servers[0]
     parcels = server.shelf.part.parcels
-    out = server.handle(rank, Begin(step, 0, len(parcels)))
+    out = server.handle(rank, BeginStep(step, 0, len(parcels)))
     for parcel in parcels:
         out += server.handle(rank, Push(step, parcel.number, [1] * len(parcel.blocks)), gradients(world, parcel))
     return out
@@ -70,7 +82,7 @@ def test_words_of_one_that_is_gone_change_nothing(kind: str) -> None:
     server = world.servers[0]
     server.leave(1)
     assert server.leave(1) == []
-    for message in (Begin(0, 0, 1), Enter(), Rest(), Got(0), Drop(0)):
+    for message in (BeginStep(0, 0, 1), EnterLoop(), LeaveLoop(), SynchronizedAck(0), DropStep(0)):
         assert server.handle(1, message) == []
     assert take(world, 1, 0) == []
     assert applied(world) == 0
@@ -84,11 +96,11 @@ def test_begin_and_push_twice_count_once(kind: str) -> None:
     world = lone(Rules(clip_norm=1e9) if kind == "clip" else rules, 1 if kind != "backup" else 2)
     server = world.servers[0]
     parcels = server.shelf.part.parcels
-    answers: list[Ready] = []
+    answers: list[ChunkReady] = []
     for step in range(3):
         for parcel in parcels:
             for _ in range(2):
-                answers += [m for _, m in server.handle(0, Begin(step, 0, len(parcels)))]
+                answers += [m for _, m in server.handle(0, BeginStep(step, 0, len(parcels)))]
                 push = Push(step, parcel.number, [1] * len(parcel.blocks))
                 answers += [m for _, m in server.handle(0, push, gradients(world, parcel))]
     assert applied(world) == 3
@@ -103,10 +115,10 @@ def test_the_begin_of_the_next_step_may_overtake_the_last_push_of_this_one() -> 
         world = lone(RULES[kind])
         server = world.servers[0]
         parcels = server.shelf.part.parcels
-        answers = server.handle(0, Begin(0, 0, len(parcels)))
+        answers = server.handle(0, BeginStep(0, 0, len(parcels)))
         for parcel in parcels[1:]:
             answers += server.handle(0, Push(0, parcel.number, [1] * len(parcel.blocks)), gradients(world, parcel))
-        answers += server.handle(0, Begin(1, 0, len(parcels)))
+        answers += server.handle(0, BeginStep(1, 0, len(parcels)))
         answers += server.handle(0, Push(1, 1, [1] * len(parcels[1].blocks)), gradients(world, parcels[1]))
         answers += server.handle(0, Push(0, 0, [1] * len(parcels[0].blocks)), gradients(world, parcels[0]))
         for parcel in [parcels[0], *parcels[2:]]:
@@ -118,9 +130,9 @@ def test_under_ssp_an_answer_that_waits_comes_though_the_next_step_has_begun() -
     world = lone(Rules(mode="ssp", staleness=0), 2)
     server = world.servers[0]
     num_parcels = len(server.shelf.part.parcels)
-    server.handle(1, Enter())
+    server.handle(1, EnterLoop())
     assert take(world, 0, 0) == []
-    assert server.handle(0, Begin(1, 0, num_parcels)) == []
+    assert server.handle(0, BeginStep(1, 0, num_parcels)) == []
     out = take(world, 1, 0)
     assert sorted(rank for (_, rank), _ in out) == [0] * num_parcels + [1] * num_parcels
 
@@ -129,9 +141,9 @@ def test_a_dropped_step_is_forgotten_and_may_begin_again() -> None:
     world = lone(RULES["sync"], 2)
     server = world.servers[0]
     parcel = server.shelf.part.parcels[0]
-    server.handle(0, Begin(0, 0, len(server.shelf.part.parcels)))
+    server.handle(0, BeginStep(0, 0, len(server.shelf.part.parcels)))
     server.handle(0, Push(0, 0, [1] * len(parcel.blocks)), gradients(world, parcel, 100.0))
-    server.handle(0, Drop(0))
+    server.handle(0, DropStep(0))
     out = take(world, 0, 0) + take(world, 1, 0)
     assert applied(world) == 1 and len(out) == 2 * len(server.shelf.part.parcels)
 
@@ -142,7 +154,7 @@ def test_one_that_dies_in_a_synchronous_step_is_not_waited_for_and_its_half_coun
         server, dice = world.servers[0], random.Random(seed)
         parcels = server.shelf.part.parcels
         take(world, 0, 0)
-        server.handle(1, Begin(0, 0, len(parcels)))
+        server.handle(1, BeginStep(0, 0, len(parcels)))
         out: list[Any] = []
         early = dice.random() < 0.5
         if early:
@@ -169,9 +181,17 @@ def test_a_storm_of_random_messages_ends_no_server_and_is_never_applied_to_half(
         for _ in range(120):
             rank, step = dice.randrange(4), dice.randint(-1, 4)
             parcel = dice.choice(parcels)
-            begin = Begin(step, dice.choice([0, 0, 0, 1]), dice.choice([len(parcels), len(parcels), 0, 1]))
+            begin = BeginStep(step, dice.choice([0, 0, 0, 1]), dice.choice([len(parcels), len(parcels), 0, 1]))
             push = Push(step, parcel.number, [1] * len(parcel.blocks))
-            others: list[Any] = [Got(step), Enter(), Rest(), Drop(step), "leave", "join", "pull"]
+            others: list[Any] = [
+                SynchronizedAck(step),
+                EnterLoop(),
+                LeaveLoop(),
+                DropStep(step),
+                "leave",
+                "join",
+                "pull",
+            ]
             message: Any = dice.choice([begin, begin, push, push, push, *others])
             if last is not None and dice.random() < 0.2:
                 rank, message, parcel = copy.copy(last)
@@ -197,19 +217,21 @@ def test_late_words_of_other_servers_change_nothing() -> None:
     world = lone(RULES["clip"])
     server = world.servers[0]
     take(world, 0, 0)
-    assert server.hear(1, Norm(0, 4.0)) == []
+    assert server.hear(1, GradientNorm(0, 4.0)) == []
     follower = World(0, Rules(backup=1), [Plan([])], Checker(), num_servers=2).servers[1]
-    assert follower.hear(0, Chosen(0, [9])) == [] and follower.now == 1  # nobody is left whose gradients were chosen
-    assert follower.hear(0, Chosen(0, [0])) == [] and follower.now == 1
+    assert (
+        follower.hear(0, ChosenWorkers(0, [9])) == [] and follower.now == 1
+    )  # nobody is left whose gradients were chosen
+    assert follower.hear(0, ChosenWorkers(0, [0])) == [] and follower.now == 1
     other = World(0, Rules(mode="async", sync_every=2), [Plan([])], Checker(), num_servers=2).servers[1]
-    assert other.hear(0, Entered(9, 3)) == [] and other.hear(0, Meet(2, [9])) == []
+    assert other.hear(0, WorkerEntered(9, 3)) == [] and other.hear(0, SynchronizeAt(2, [9])) == []
 
 
 def test_gradients_that_were_all_in_count_though_their_worker_is_gone() -> None:
     world = lone(RULES["sync"], 2)
     server = world.servers[0]
     parcels = server.shelf.part.parcels
-    server.handle(1, Begin(0, 0, len(parcels)))
+    server.handle(1, BeginStep(0, 0, len(parcels)))
     for parcel in parcels:
         server.handle(1, Push(0, parcel.number, [1] * len(parcel.blocks)), gradients(world, parcel, 3.0))
     server.leave(1)
@@ -222,12 +244,12 @@ def test_a_server_that_hears_late_who_was_chosen_still_has_the_gradients_of_one_
     follower = world.servers[1]
     parcels = follower.shelf.part.parcels
     for rank, value in ((0, 1.0), (1, 3.0)):
-        follower.handle(rank, Begin(0, 0, len(parcels), present=3))
+        follower.handle(rank, BeginStep(0, 0, len(parcels), present=3))
         for parcel in parcels:
             push = Push(0, parcel.number, [1] * len(parcel.blocks))
             follower.handle(rank, push, gradients(world, parcel, value))
     follower.leave(1)
-    follower.hear(0, Chosen(0, [0, 1]))
+    follower.hear(0, ChosenWorkers(0, [0, 1]))
     assert follower.now == 1
     for block in follower.shelf.part.blocks:
         before = world.parameters[block.index].detach().reshape(-1)[block.start : block.stop]

@@ -8,14 +8,14 @@ import random
 import pytest
 import torch
 
+from hora.server.block_memory import BlockMemory
+from hora.server.embedding_table import OPTIMIZERS, EmbeddingTable, TableSpec, initial, join, split
 from hora.server.layout import cut
-from hora.server.memory import Memory
-from hora.server.messages import Begin, Enter, Push
+from hora.server.messages import BeginStep, EnterLoop, Push
 from hora.server.shelf import Shelf
-from hora.server.state import Rules, Server
-from hora.server.table import OPTIMIZERS, Spec, Table, initial, join, split
+from hora.server.state import Rules, ServerState
 
-SPEC = Spec(
+SPEC = TableSpec(
     index=0, num_rows=40, width=3, dtype=torch.float64, init="normal", scale=1.0, seed=5, num_servers=1
 )  # fmt: skip
 ALL = torch.arange(40)
@@ -25,9 +25,9 @@ def sparse(rows: list[int], values: torch.Tensor, num_rows: int = 40) -> torch.T
     return torch.sparse_coo_tensor([rows], values, (num_rows, values.shape[1]), check_invariants=True).coalesce()
 
 
-def tables(num_servers: int) -> list[Table]:
+def tables(num_servers: int) -> list[EmbeddingTable]:
     spec = dataclasses.replace(SPEC, num_servers=num_servers)
-    return [Table(spec, server) for server in range(num_servers)]
+    return [EmbeddingTable(spec, server) for server in range(num_servers)]
 
 
 # -- what rows are at first ------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_lazy_updates_are_what_the_optimizer_does_to_rows_that_are_always_touche
     for table in mine:
         stand_in = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         optimizer = kind([stand_in], lr=0.1, **options)
-        shelves.append((Table(table.spec, table.server, optimizer.state.pop(stand_in, None)), optimizer))
+        shelves.append((EmbeddingTable(table.spec, table.server, optimizer.state.pop(stand_in, None)), optimizer))
     chosen = [4, 5, 17, 33]
     whole = torch.nn.Parameter(initial(SPEC, ALL)[chosen])
     reference = kind([whole], lr=0.1, **options)
@@ -119,7 +119,7 @@ def test_rows_are_updated_as_sparse_adam_updates_those_of_a_table_in_random_orde
 
 
 def test_a_saved_table_goes_on_with_another_number_of_servers() -> None:
-    def step(those: list[tuple[Table, torch.optim.Optimizer]], seed: int) -> None:
+    def step(those: list[tuple[EmbeddingTable, torch.optim.Optimizer]], seed: int) -> None:
         ids = random.Random(seed).sample(range(40), 6)
         values = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed)).double()
         for table, optimizer in those:
@@ -128,11 +128,11 @@ def test_a_saved_table_goes_on_with_another_number_of_servers() -> None:
             rows = [ids[n] // count for n in here]
             table.apply(optimizer, optimizer.param_groups[0], sparse(rows, values[here]))
 
-    def make(num_servers: int) -> list[tuple[Table, torch.optim.Optimizer]]:
+    def make(num_servers: int) -> list[tuple[EmbeddingTable, torch.optim.Optimizer]]:
         stand_in = torch.nn.Parameter(torch.zeros(1))
         return [(table, torch.optim.Adam([stand_in], lr=0.1)) for table in tables(num_servers)]
 
-    def whole(those: list[tuple[Table, torch.optim.Optimizer]]) -> torch.Tensor:
+    def whole(those: list[tuple[EmbeddingTable, torch.optim.Optimizer]]) -> torch.Tensor:
         found = torch.empty(40, 3, dtype=torch.float64)
         for table, _ in those:
             count = table.spec.num_servers
@@ -155,7 +155,7 @@ def test_a_saved_table_goes_on_with_another_number_of_servers() -> None:
 
 def test_a_table_of_a_thousand_million_rows_holds_those_that_were_touched() -> None:
     spec = dataclasses.replace(SPEC, num_rows=10**9, width=16, dtype=torch.float32)
-    table = Table(spec, 0)
+    table = EmbeddingTable(spec, 0)
     optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     for seed in range(20):
         rows = torch.randint(0, 10**9, (100,), generator=torch.Generator().manual_seed(seed)).unique().tolist()
@@ -168,21 +168,21 @@ def test_a_table_of_a_thousand_million_rows_holds_those_that_were_touched() -> N
 # -- inside the state machine ----------------------------------------------------------------------------------------
 
 
-def make_server(rules: Rules, num_workers: int) -> Server:
+def make_server(rules: Rules, num_workers: int) -> ServerState:
     stand_in, dense = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
     optimizers = [torch.optim.SGD([stand_in, dense], lr=1.0)]
     (part,) = cut([stand_in, dense], optimizers, 1, 1024, frozenset(), {0: SPEC}).parts
     assert [parcel.table is not None for parcel in part.parcels] == [False, True]
-    memory = Memory(len(part.blocks), part.num_bytes)
-    server = Server(Shelf(part, memory, [stand_in, dense], ["table", "dense"], optimizers), rules)
+    memory = BlockMemory(len(part.blocks), part.num_bytes)
+    server = ServerState(Shelf(part, memory, [stand_in, dense], ["table", "dense"], optimizers), rules)
     for worker in range(num_workers):
         server.join(worker)
     return server
 
 
-def push(server: Server, worker: int, step: int, rows: list[int], value: float, weight: float = 1.0) -> list[int]:
+def push(server: ServerState, worker: int, step: int, rows: list[int], value: float, weight: float = 1.0) -> list[int]:
     """The parcels that may be read, of any worker."""
-    out = server.handle(worker, Begin(step, 0, 2, weight=weight, total=weight))
+    out = server.handle(worker, BeginStep(step, 0, 2, weight=weight, total=weight))
     out += server.handle(worker, Push(step, 0, [0]), [torch.zeros(4, dtype=torch.float64)])
     gradient = sparse(rows, torch.full((len(rows), 3), value, dtype=torch.float64))
     out += server.handle(worker, Push(step, 1, [0]), [gradient])
@@ -207,7 +207,7 @@ def test_in_async_a_table_gets_each_gradient_as_it_comes_and_in_ssp_its_worker_w
     for rules, answered in ((Rules(mode="async"), [0, 1]), (Rules(mode="ssp", staleness=0), [])):
         server = make_server(rules, 2)
         for worker in range(2):
-            server.handle(worker, Enter())
+            server.handle(worker, EnterLoop())
         assert push(server, 0, 0, [1], 1.0) == answered
         version, found = server.look_up(server.shelf.part.parcels[1], torch.tensor([1]))
         assert version == 1 and torch.allclose(found, initial(SPEC, torch.tensor([1])) - 1)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hora.server.layout import PIECES, Block, cut
-from hora.server.memory import Memory
+from hora.server.block_memory import BlockMemory
+from hora.server.layout import PIECES, ParameterBlock, cut
 from hora.server.shelf import Shelf
 from hora.transport import futex
 
@@ -28,10 +28,10 @@ class Busy:
         optimizers = [torch.optim.SGD(parameters, lr=1.0)]
         self.part = cut(parameters, optimizers, 1, NUMEL * 4).parts[0]
         assert len(self.part.blocks) == PIECES
-        self.memory = Memory.shared(PIECES, self.part.num_bytes)
+        self.memory = BlockMemory.shared(PIECES, self.part.num_bytes)
         assert self.memory.descriptor is not None
         self.shelf = Shelf(self.part, self.memory, parameters, [f"p{n}" for n in range(PIECES)], optimizers)
-        self.mapped = Memory(PIECES, self.part.num_bytes, self.memory.descriptor)
+        self.mapped = BlockMemory(PIECES, self.part.num_bytes, self.memory.descriptor)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._write)
 
@@ -41,7 +41,7 @@ class Busy:
             for parcel in self.part.parcels:
                 self.shelf.apply(parcel, [gradient] * len(parcel.blocks), None)
 
-    def read(self, block: Block, room: torch.Tensor) -> int | None:
+    def read(self, block: ParameterBlock, room: torch.Tensor) -> int | None:
         """As memory.py says; the version read, or None if it was being written."""
         before = self.mapped.words[block.number]
         if before & 1:
@@ -49,7 +49,7 @@ class Busy:
         self.peek(block, room)
         return before // 2 if self.mapped.words[block.number] == before else None
 
-    def peek(self, block: Block, room: torch.Tensor) -> None:
+    def peek(self, block: ParameterBlock, room: torch.Tensor) -> None:
         room.copy_(self.mapped.tensor(block.at, block.numel, torch.float32))
 
 
@@ -89,8 +89,8 @@ def test_a_reader_that_does_not_look_sees_mixtures(busy: Busy) -> None:
 
 
 def test_a_second_mapping_sees_values_and_versions() -> None:
-    memory = Memory.shared(2, 1024)
-    other = Memory(2, 1024, memory.descriptor)
+    memory = BlockMemory.shared(2, 1024)
+    other = BlockMemory(2, 1024, memory.descriptor)
     memory.tensor(128, 3, torch.float64).copy_(torch.tensor([1.0, 2.0, 3.0]))
     memory.words[1] += 2
     assert other.tensor(128, 3, torch.float64).tolist() == [1.0, 2.0, 3.0]

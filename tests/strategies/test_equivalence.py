@@ -148,7 +148,7 @@ def test_a_thread_that_carries_the_mail_changes_no_bit(
     strategy: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = train(3, strategy, transport, optimizer="adamw", steps=12, width=192)
-    monkeypatch.setattr("hora.strategies.dispatch.num_cores", lambda: 64)
+    monkeypatch.setattr("hora.strategies.allreduce.make_reducer.num_cores", lambda: 64)
     helped = train(3, strategy, transport, optimizer="adamw", steps=12, width=192)
     for mine, theirs in zip(alone, helped, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -12,10 +12,9 @@ import torch
 
 import ranks
 import trainings
-from hora import saving
 from hora.collectives import Group
-from hora.data import Desk, Shard, shard
-from hora.training import Training
+from hora.data import DataService, Shard, shard
+from hora.training import Training, checkpointing
 from rounds import OPTIMIZERS, SMALL, Crew, assert_same, even, local, uneven, work
 from trainings import batch, building, fail, loss_of, mlp, parameters_of, part, training
 from workers import Worker, assert_alike, data, mse, net, state, workers
@@ -26,7 +25,7 @@ PATIENCE_S = 20.0
 
 def leased(one: Training, group: Group, rows: list[Any], **cut: Any) -> Shard:
     """A loader as job.shard makes it."""
-    desk = Desk(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=one._strategy.leased,
+    desk = DataService(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=one._strategy.leased,
                 last=one.last_epoch, idle=one.idle, timeout_s=20.0)  # fmt: skip
     return one.adopt(shard(rows, one, desk=desk, **cut))
 
@@ -412,13 +411,13 @@ def test_a_run_that_is_restored_goes_on_as_the_one_that_saved(strategy: str, tmp
             optimizer.zero_grad()
             if size == 2:
                 one.depart()
-            saving.restore(one, group, str(tmp_path))
+            checkpointing.restore(one, group, str(tmp_path))
         for step in range(4 if restore else 0, 11):
             optimizer.zero_grad()
             loss_of(model, part(one, batch(step))).backward()
             optimizer.step()
             if step == 3 and not restore:
-                saving.save(one, group, str(tmp_path), "local", 2)
+                checkpointing.save(one, group, str(tmp_path), "local", 2)
         one.depart()
         one.sync.leave_loop()
         return parameters_of(model)

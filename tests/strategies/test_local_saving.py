@@ -10,9 +10,9 @@ import torch
 
 import ranks
 import trainings
-from hora import saving
 from hora.collectives import Group
 from hora.data import shard
+from hora.training import checkpointing
 from rounds import SMALL, assert_same, even
 from trainings import batch, building, loss_of, mlp, parameters_of
 from workers import data, mse, net, state
@@ -59,10 +59,10 @@ class Saver:
                 self.save(folder)
 
     def save(self, folder: object) -> str:
-        return saving.save(self.one, self.group, str(folder), self.strategy, 2)
+        return checkpointing.save(self.one, self.group, str(folder), self.strategy, 2)
 
     def restore(self, folder: object) -> int | None:
-        return saving.restore(self.one, self.group, str(folder))
+        return checkpointing.restore(self.one, self.group, str(folder))
 
 
 STRATEGIES = ["local:every=4", "local:every=4,state=average", "local:every=4,state=reset", "local:every=4,warmup=12",
@@ -119,12 +119,12 @@ def test_plain_loops_may_restore_while_a_drift_is_under_way(tmp_path: pathlib.Pa
             steps = [20, 21, 22, 23, 24, 25, *range(7, 11)]
         for number, step in enumerate(steps):
             if restore and number == 6:
-                assert saving.restore(one, group, str(tmp_path)) == 7
+                assert checkpointing.restore(one, group, str(tmp_path)) == 7
             optimizer.zero_grad()
             loss_of(model, even(2)(group.rank, step)).backward()
             optimizer.step()
             if not restore and step == 6:
-                saving.save(one, group, str(tmp_path), strategy, 2)
+                checkpointing.save(one, group, str(tmp_path), strategy, 2)
         one.depart()
         return parameters_of(model)
 

@@ -16,9 +16,9 @@ import torch
 
 import ranks
 from hora.collectives import Group
-from hora.data import Desk, Shard, shard
+from hora.data import DataService, Shard, shard
 from hora.strategies import parse
-from hora.strategies.pace import steps_for
+from hora.strategies.local.adaptive_interval import steps_for
 from hora.training import Training
 from rounds import OPTIMIZERS, SMALL, Crew, assert_same, even, local, uneven, work
 from trainings import batch, building, fail, loss_of, mlp, parameters_of, part, same, training
@@ -29,7 +29,7 @@ NAN = float("nan")
 
 def leased(one: Training, group: Group, rows: list[Any], **cut: Any) -> Shard:
     """A loader as job.shard makes it."""
-    desk = Desk(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=one._strategy.leased,
+    desk = DataService(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=one._strategy.leased,
                 last=one.last_epoch, idle=one.idle, timeout_s=20.0)  # fmt: skip
     return one.adopt(shard(rows, one, desk=desk, **cut))
 
@@ -998,7 +998,7 @@ def test_by_time_steps_are_in_proportion_to_speed(
 ) -> None:
     """A step takes 1 s / speed. After a first round of one step each, all do in a round what their time allows."""
     clock = Clock()
-    monkeypatch.setattr("hora.strategies.averaging.time", clock)
+    monkeypatch.setattr("hora.strategies.local.averaging.time", clock)
 
     def script(group: Group) -> list[int]:
         one, model = training(group, f"local:every={every},pace=time"), mlp(SMALL)

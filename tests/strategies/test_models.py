@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ranks
-from hora.lanes import is_alone
+from hora.parameters.shards import is_sole_owner
 from trainings import (
     FAMILY,
     REPLICATED,
@@ -564,7 +564,9 @@ def test_a_gradient_that_nobody_else_holds_is_not_copied(
     strategy: str, to_none: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[bool] = []
-    monkeypatch.setattr("hora.strategies.replicated.is_alone", lambda grad: found.append(is_alone(grad)) or found[-1])
+    monkeypatch.setattr(
+        "hora.strategies.allreduce.replicated.is_alone", lambda grad: found.append(is_sole_owner(grad)) or found[-1]
+    )
 
     def work(group: Any) -> None:
         one = training(group, strategy)

@@ -16,13 +16,13 @@ import torch
 
 import ranks
 import trainings
-from hora import saving
 from hora.collectives import Group
 from hora.coordinator.client import dial
-from hora.data import Desk, shard
+from hora.data import DataService, shard
+from hora.net.message_socket import HEADER, MessageSocket
 from hora.server import messages
 from hora.server.loop import PURPOSE
-from hora.transport.line import HEADER, Line
+from hora.training import checkpointing
 from test_saving import Saver, on, trained
 from workers import CLOSE, data, mse, net, state
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_at_the_end_of_an_epoch_is_what_the_servers_have(mode: str,
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         one.prepare(model, optimizer)
-        desk = Desk(control=group._control, rank=group.rank, token=ranks.TOKEN, leased=True, last=one.last_epoch,
+        desk = DataService(control=group._control, rank=group.rank, token=ranks.TOKEN, leased=True, last=one.last_epoch,
                     idle=one.idle, timeout_s=20.0)  # fmt: skip
         return one, model, optimizer, one.adopt(shard(data(30), one, global_batch=6, desk=desk))
 
@@ -76,7 +76,7 @@ def test_a_checkpoint_at_the_end_of_an_epoch_is_what_the_servers_have(mode: str,
         one, model, optimizer, loader = begin(group, servers)
         before = None
         if restore:
-            assert saving.restore(one, group, str(tmp_path)) == steps
+            assert checkpointing.restore(one, group, str(tmp_path)) == steps
             before = state(model)
         seen, epochs = [], []
         for epoch in one.epochs(count):
@@ -86,7 +86,7 @@ def test_a_checkpoint_at_the_end_of_an_epoch_is_what_the_servers_have(mode: str,
                 mse(model, x, y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        saved = saving.save(one, group, str(tmp_path), "ps:mode=async", 2) if not restore else ""
+        saved = checkpointing.save(one, group, str(tmp_path), "ps:mode=async", 2) if not restore else ""
         kept = one.sync.snapshot().states[0]
         return before, state(model), seen, epochs, saved, kept["0.weight"]["momentum_buffer"], one.step
 
@@ -102,7 +102,7 @@ def test_a_checkpoint_at_the_end_of_an_epoch_is_what_the_servers_have(mode: str,
 
 
 def _momentum(begun: tuple[Any, ...], group: Group, folder: pathlib.Path) -> torch.Tensor:
-    saving.restore(begun[0], group, str(folder))
+    checkpointing.restore(begun[0], group, str(folder))
     return begun[0].sync.snapshot().states[0]["0.weight"]["momentum_buffer"]
 
 
@@ -116,19 +116,19 @@ def raw(address: tuple[str, int], *words: bytes, stay_s: float = 0.0) -> None:
         time.sleep(stay_s)
 
 
-def line_to(address: tuple[str, int], token: bytes = ranks.TOKEN) -> Line:
-    return Line(
+def line_to(address: tuple[str, int], token: bytes = ranks.TOKEN) -> MessageSocket:
+    return MessageSocket(
         dial(address, token, PURPOSE), lambda *_: memoryview(bytearray(1 << 20)), messages.encode, messages.decode
     )
 
 
-def hears(line: Line) -> list[messages.Message]:
+def hears(line: MessageSocket) -> list[messages.ServerMessage]:
     """What the server says before it closes."""
-    found: list[messages.Message] = []
+    found: list[messages.ServerMessage] = []
     deadline = time.monotonic() + 3.0
     with contextlib.suppress(Exception):
         while time.monotonic() < deadline and not any(
-            isinstance(m, messages.Trouble | messages.Refused) for m in found
+            isinstance(m, messages.ServerError | messages.Refused) for m in found
         ):
             for message in line.receive():
                 found.append(message)
@@ -137,100 +137,100 @@ def hears(line: Line) -> list[messages.Message]:
     return found
 
 
-def random_bytes(address: tuple[str, int], hello: messages.Hello) -> None:
+def random_bytes(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     for seed in range(5):
         raw(address, random.Random(seed).randbytes(2000))
 
 
-def a_wrong_token(address: tuple[str, int], hello: messages.Hello) -> None:
+def a_wrong_token(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     with pytest.raises(Exception, match=r"."):
         line_to(address, b"x" * 32)
 
 
-def a_slow_loris(address: tuple[str, int], hello: messages.Hello) -> None:
+def a_slow_loris(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     for _ in range(20):
         threading.Thread(target=raw, args=(address, b"H"), kwargs={"stay_s": 1.5}, daemon=True).start()
 
 
-def garbage_after_the_handshake(address: tuple[str, int], hello: messages.Hello) -> None:
+def garbage_after_the_handshake(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     line = line_to(address)
     line.sock.sendall(HEADER.pack(40, 0) + b"\xc1" * 40)
     hears(line)
 
 
-def an_endless_message(address: tuple[str, int], hello: messages.Hello) -> None:
+def an_endless_message(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     line = line_to(address)
     line.sock.sendall(HEADER.pack(2**32 - 1, 2**63))
     hears(line)
 
 
-def a_push_as_the_first_word(address: tuple[str, int], hello: messages.Hello) -> None:
+def a_push_as_the_first_word(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     line = line_to(address)
     line.send(messages.Push(0, 0, [0]))
     said = hears(line)
-    assert not said or isinstance(said[0], messages.Trouble)
+    assert not said or isinstance(said[0], messages.ServerError)
 
 
-def another_model(address: tuple[str, int], hello: messages.Hello) -> None:
+def another_model(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     line = line_to(address)
-    line.send(messages.Hello(7, "rank 7", "?", [["0.weight", [9, 9], "float64"]]))
+    line.send(messages.WorkerHello(7, "rank 7", "?", [["0.weight", [9, 9], "float64"]]))
     (said,) = hears(line)
     assert isinstance(said, messages.Refused) and "the models differ: rank 7 has 0.weight [9, 9]" in said.reason
 
 
-def the_rank_of_another(address: tuple[str, int], hello: messages.Hello) -> None:
+def the_rank_of_another(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     line = line_to(address)
-    line.send(messages.Hello(0, "an impostor", hello.fingerprint, hello.entries))
+    line.send(messages.WorkerHello(0, "an impostor", hello.fingerprint, hello.entries))
     (said,) = hears(line)
     assert isinstance(said, messages.Refused) and "which is here already" in said.reason
 
 
-def guest(address: tuple[str, int], hello: messages.Hello) -> Line:
+def guest(address: tuple[str, int], hello: messages.WorkerHello) -> MessageSocket:
     line = line_to(address)
-    line.send(messages.Hello(7, "rank 7", hello.fingerprint, hello.entries))
+    line.send(messages.WorkerHello(7, "rank 7", hello.fingerprint, hello.entries))
     return line
 
 
-def a_push_for_a_parcel_that_is_none(address: tuple[str, int], hello: messages.Hello) -> None:
+def a_push_for_a_parcel_that_is_none(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     for parcel in (-1, 10**6):
         line = guest(address, hello)
-        line.send(messages.Begin(0, 0, 1))
+        line.send(messages.BeginStep(0, 0, 1))
         line.send(messages.Push(0, parcel, [0]))
-        assert isinstance(hears(line)[-1], messages.Trouble)
+        assert isinstance(hears(line)[-1], messages.ServerError)
 
 
-def a_push_of_absurd_size(address: tuple[str, int], hello: messages.Hello) -> None:
+def a_push_of_absurd_size(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     line = guest(address, hello)
     body = messages.encode(messages.Push(0, 0, [0]))
     line.sock.sendall(HEADER.pack(len(body), 1 << 50) + body + b"x" * 1000)
     hears(line)
 
 
-def parameters_for_a_parcel_that_is_none(address: tuple[str, int], hello: messages.Hello) -> None:
+def parameters_for_a_parcel_that_is_none(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     for parcel in (-3, 10**6):
         line = guest(address, hello)
-        line.send(messages.Fill(parcel))
-        assert isinstance(hears(line)[-1], messages.Trouble)
+        line.send(messages.FillParameters(parcel))
+        assert isinstance(hears(line)[-1], messages.ServerError)
 
 
-def optimizer_state_that_is_none(address: tuple[str, int], hello: messages.Hello) -> None:
+def optimizer_state_that_is_none(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     for blob in (None, b"\x93garbage"):
         line = guest(address, hello)
-        line.send(messages.Load(), blob)
-        assert isinstance(hears(line)[-1], messages.Trouble)
+        line.send(messages.LoadState(), blob)
+        assert isinstance(hears(line)[-1], messages.ServerError)
 
 
-def a_blob_of_a_terabyte(address: tuple[str, int], hello: messages.Hello) -> None:
+def a_blob_of_a_terabyte(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     line = guest(address, hello)
-    body = messages.encode(messages.Keep("x"))
+    body = messages.encode(messages.PutBlob("x"))
     line.sock.sendall(HEADER.pack(len(body), 1 << 39) + body + b"x" * 1000)
     hears(line)
 
 
-def memory_that_is_nowhere(address: tuple[str, int], hello: messages.Hello) -> None:
+def memory_that_is_nowhere(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     line = line_to(address)
-    line.send(messages.Hello(7, "rank 7", hello.fingerprint, hello.entries, "nowhere", "nothing"))
-    assert isinstance(hears(line)[-1], messages.Trouble)
+    line.send(messages.WorkerHello(7, "rank 7", hello.fingerprint, hello.entries, "nowhere", "nothing"))
+    assert isinstance(hears(line)[-1], messages.ServerError)
 
 
 STRANGERS = [
@@ -267,7 +267,7 @@ def test_strangers_on_a_servers_port_are_refused_and_the_training_is_unharmed(
             if group.rank == 0 and visited:
                 host, port, _ = group._control.get("ps/0", 5.0).decode().split()
                 layout = one.sync._client.layout
-                hello = messages.Hello(0, "", layout.fingerprint, one.sync.roster.entries())
+                hello = messages.WorkerHello(0, "", layout.fingerprint, one.sync.roster.entries())
                 before = len(caplog.records)
                 stranger((host, int(port)), hello)
                 told.append(len(caplog.records) - before)

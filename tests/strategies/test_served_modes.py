@@ -20,7 +20,7 @@ import torch
 import ranks
 import trainings
 from hora.collectives import Group
-from hora.data import Desk, Shard, shard
+from hora.data import DataService, Shard, shard
 from hora.training import Training
 from trainings import batch, fail, loss_of, mlp, parameters_of
 from workers import CLOSE, Worker, data, mse, net, state, workers
@@ -35,7 +35,7 @@ def sgd(model: torch.nn.Module, momentum: float = 0.0) -> torch.optim.SGD:
 
 def leased(one: Training, group: Group, count: int, **cut: Any) -> Shard:
     """A loader as job.shard makes it: blocks are leased where the strategy says so."""
-    desk = Desk(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=one._strategy.leased,
+    desk = DataService(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=one._strategy.leased,
                 last=one.last_epoch, idle=one.idle, timeout_s=20.0)  # fmt: skip
     return one.adopt(shard(data(count), one, desk=desk, **cut))
 
@@ -235,7 +235,7 @@ def test_zip_of_two_leased_loaders_of_different_length_ends_for_all() -> None:
         model = net()
         optimizer = sgd(model)
         one.prepare(model, optimizer)
-        desk = Desk(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=True, last=one.last_epoch,
+        desk = DataService(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=True, last=one.last_epoch,
                     idle=idle_and_say, timeout_s=10.0)  # fmt: skip
         a, b = (one.adopt(shard(data(count), one, desk=desk, batch_size=2)) for count in (6, 4))
         seen = []

@@ -11,10 +11,10 @@ import torch
 
 import ranks
 from hora.errors import HoraError
+from hora.server.block_memory import BlockMemory
 from hora.server.keeper import Keeper
 from hora.server.layout import cut
-from hora.server.memory import Memory
-from hora.server.messages import Ready
+from hora.server.messages import ChunkReady
 from hora.server.rows import add_up, checked, from_bytes, shift, to_bytes
 from hora.server.shelf import Shelf
 from trainings import building, fail, parameters_of, part, same, training, uneven
@@ -301,7 +301,7 @@ class Tables:
         own = [torch.nn.Parameter(torch.zeros(5, 2))]
         optimizers = [torch.optim.SGD(own, lr=1.0)]
         (self.part,) = cut(own, optimizers, 1, 1024, frozenset({0})).parts
-        self.desk = Keeper(Shelf(self.part, Memory(1, self.part.num_bytes), own, ["table"], optimizers))
+        self.desk = Keeper(Shelf(self.part, BlockMemory(1, self.part.num_bytes), own, ["table"], optimizers))
         self.desk.join(0)
         self.copy = torch.zeros(10)
         self.desk.lend(0, [self.copy])
@@ -313,10 +313,10 @@ class Tables:
 
 def test_of_a_table_only_the_changed_rows_are_copied_for_a_worker() -> None:
     tables = Tables()
-    tables.desk.answer(0, [Ready(0, 0, [])])
+    tables.desk.answer(0, [ChunkReady(0, 0, [])])
     tables.copy.fill_(7)  # what is not copied stays
     tables.push([1, 3])
-    ((_, ready),) = tables.desk.answer(0, [Ready(1, 0, [])])
+    ((_, ready),) = tables.desk.answer(0, [ChunkReady(1, 0, [])])
     assert from_bytes(ready.rows[0]).tolist() == [1, 3]
     assert tables.copy.view(5, 2)[:, 0].tolist() == [7, -1, 7, -1, 7]
 
@@ -331,9 +331,9 @@ def test_delay_compensation_shifts_the_rows_of_a_late_gradient_as_it_does_a_dens
 
 def test_a_gradient_without_rows_makes_a_version_and_no_news() -> None:
     tables = Tables()
-    tables.desk.answer(0, [Ready(0, 0, [])])
+    tables.desk.answer(0, [ChunkReady(0, 0, [])])
     tables.push([])
-    ((_, ready),) = tables.desk.answer(0, [Ready(1, 0, [])])
+    ((_, ready),) = tables.desk.answer(0, [ChunkReady(1, 0, [])])
     assert ready.versions == [1] and ready.rows == [b""]
 
 

@@ -13,13 +13,12 @@ import torch
 
 import hora
 import ranks
-from hora import saving
 from hora.data import shard
 from hora.errors import HoraError
+from hora.server.embedding_table import initial
 from hora.server.messages import Lookup, Push
 from hora.server.rows import to_bytes
-from hora.server.table import initial
-from hora.training import Training
+from hora.training import Training, checkpointing
 from trainings import Plain, building, fail, part, same, training, uneven
 
 ROWS, WIDTH = 50, 4
@@ -457,14 +456,14 @@ def test_a_checkpoint_goes_on_with_another_number_of_servers(optimizer: str, tmp
         optimizers = OPTIMIZERS[optimizer](net)
         one.prepare(net, optimizers)
         if restored:
-            assert saving.restore(one, one.sync.home, str(tmp_path)) == 4
+            assert checkpointing.restore(one, one.sync.home, str(tmp_path)) == 4
         for step in steps:
             loss_of(net, part(one, ids(step))).backward()
             for each in optimizers:
                 each.step()
                 each.zero_grad()
         if not restored:
-            saving.save(one, one.sync.home, str(tmp_path), "ps", 2)
+            checkpointing.save(one, one.sync.home, str(tmp_path), "ps", 2)
         return net.values()
 
     ranks.run(3, lambda group: run(training(group, "ps/3"), range(4), False))

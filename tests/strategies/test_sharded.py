@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ranks
-from hora.strategies.couriers import MAX_COPIES
+from hora.strategies.allreduce.reducers import MAX_COPIES
 from trainings import SHARDED, batch, building, fail, loss_of, mlp, parameters_of, part, same, training
 
 sharded = pytest.mark.parametrize("strategy", SHARDED)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hora.collectives import Group
-from hora.launch import environment
-from hora.transport.allowance import BURST_S, PIECE_BYTES, Allowance
+from hora.rendezvous import environment
+from hora.transport.rate_limit import BURST_S, PIECE_BYTES, RateLimiter
 from ranks import run
 
 RATE = 8 << 20
@@ -25,7 +25,7 @@ class Clock:
 
 def test_grants_never_exceed_the_rate_and_one_burst() -> None:
     clock = Clock()
-    allowance = Allowance(RATE, clock)
+    allowance = RateLimiter(RATE, clock)
     granted = 0
     for _ in range(1000):
         granted += allowance.take(1 << 20)
@@ -36,14 +36,14 @@ def test_grants_never_exceed_the_rate_and_one_burst() -> None:
 
 def test_silence_saves_up_no_more_than_a_burst() -> None:
     clock = Clock()
-    allowance = Allowance(RATE, clock)
+    allowance = RateLimiter(RATE, clock)
     clock.now += 3600
     assert allowance.take(1 << 30) == int(BURST) and allowance.take(1 << 30) == 0
 
 
 def test_something_large_waits_for_a_piece_and_something_small_for_itself() -> None:
     clock = Clock()
-    allowance = Allowance(RATE, clock)
+    allowance = RateLimiter(RATE, clock)
     allowance.take(1 << 30)
     assert allowance.take(100) == 0
     assert allowance.due_s(1 << 30) == pytest.approx(PIECE_BYTES / RATE, rel=0.01)
@@ -53,7 +53,7 @@ def test_something_large_waits_for_a_piece_and_something_small_for_itself() -> N
 
 
 def test_what_was_given_back_may_be_taken_again() -> None:
-    allowance = Allowance(RATE, Clock())
+    allowance = RateLimiter(RATE, Clock())
     granted = allowance.take(1 << 30)
     allowance.give_back(granted)
     assert allowance.take(1 << 30) == granted

@@ -17,11 +17,11 @@ from hora.collectives import Group
 from hora.coordinator import Member
 from hora.coordinator.client import dial
 from hora.errors import HoraError, Mismatch, PeerLost, Timeout, Unauthorized
-from hora.handshake import MAGIC as HELLO
-from hora.handshake import NONCE_BYTES, PROOF_BYTES
-from hora.transport import Circle
+from hora.net.handshake import MAGIC as HELLO
+from hora.net.handshake import NONCE_BYTES, PROOF_BYTES
+from hora.transport import GroupSpec
 from hora.transport.base import COLLECTIVES, NUM_CHANNELS, POINT_TO_POINT
-from hora.transport.tcp import HEADER, INTRODUCTION, MAGIC, PURPOSE, Port, TcpTransport
+from hora.transport.tcp import HEADER, INTRODUCTION, MAGIC, PURPOSE, TcpListener, TcpTransport
 from ranks import TOKEN, Run
 
 LIMIT_S = 4.0  # a stranger is dropped after 2 s: as much again for a busy machine
@@ -196,11 +196,11 @@ def test_a_few_hundred_short_connections_change_nothing_and_leave_nothing() -> N
 
 
 def test_a_wrong_introduction_that_came_early_does_not_break_the_group_it_names() -> None:
-    port = Port(TOKEN, "127.0.0.1")
+    port = TcpListener(TOKEN, "127.0.0.1")
     early = [impostor(port.address, rank) for rank in (7, 1, 1)]
     assert _eventually(lambda: sum(map(len, port._parked.values())) == 3)
     members = tuple(Member("worker", rank, "test", os.getpid()) for rank in range(2))
-    circle = Circle(rank=0, members=members, generation=GENERATION, group=GROUP)
+    circle = GroupSpec(rank=0, members=members, generation=GENERATION, group=GROUP)
     transport = TcpTransport(circle, port, lambda peer: port.address)
     assert list(transport._in) == [(1, COLLECTIVES)]
     assert dropped(early[0])
@@ -211,7 +211,7 @@ def test_a_wrong_introduction_that_came_early_does_not_break_the_group_it_names(
 
 
 def test_a_connection_for_a_group_that_never_comes_ends_with_the_port() -> None:
-    port = Port(TOKEN, "127.0.0.1")
+    port = TcpListener(TOKEN, "127.0.0.1")
     early = impostor(port.address, 1, group=99)
     assert _eventually(lambda: bool(port._parked))
     port.close()

@@ -12,8 +12,8 @@ import torch
 
 from hora.collectives import Group
 from hora.errors import OutOfMemory
-from hora.transport import futex, limits
-from hora.transport.passing import Passing
+from hora.net.fd_passing import FdPassing
+from hora.transport import futex, memory_limit
 from ranks import failures, run
 
 needs_shm = pytest.mark.skipif(not futex.AVAILABLE, reason="shared memory is for Linux on x86-64")
@@ -47,7 +47,7 @@ class Root:
 
     @property
     def available(self) -> int:
-        return limits.available_bytes(str(self.path))
+        return memory_limit.available_bytes(str(self.path))
 
 
 @pytest.fixture
@@ -127,20 +127,20 @@ def test_a_file_that_makes_no_sense_is_passed_over(root: Root, text: str) -> Non
 
 
 def test_where_nothing_is_told_nothing_is_forbidden(tmp_path: pathlib.Path) -> None:
-    assert limits.available_bytes(str(tmp_path)) > 1 << 60
+    assert memory_limit.available_bytes(str(tmp_path)) > 1 << 60
 
 
 def test_this_machine_tells(tmp_path: pathlib.Path) -> None:
     if not os.path.exists("/proc/meminfo"):
         pytest.skip("no /proc here")
-    assert 0 <= limits.available_bytes() < 1 << 50
+    assert 0 <= memory_limit.available_bytes() < 1 << 50
 
 
 def test_a_shortage_says_how_much_is_wanted_and_how_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "available_bytes", lambda: 100 * MIB)
-    assert limits.shortage(30 * MIB) is None
-    assert limits.shortage(36 * MIB) is None  # 64 are kept free
-    message = limits.shortage(37 * MIB)
+    monkeypatch.setattr(memory_limit, "available_bytes", lambda: 100 * MIB)
+    assert memory_limit.shortage(30 * MIB) is None
+    assert memory_limit.shortage(36 * MIB) is None  # 64 are kept free
+    message = memory_limit.shortage(37 * MIB)
     assert message is not None and "37 MiB" in message and "100 MiB" in message and "64 MiB" in message
 
 
@@ -170,7 +170,7 @@ def test_ranks_of_one_host_share_memory_without_a_word(caplog: pytest.LogCapture
 def test_too_little_memory_is_one_warning_and_tcp(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(limits, "available_bytes", lambda: 65 * MIB)
+    monkeypatch.setattr(memory_limit, "available_bytes", lambda: 65 * MIB)
     assert run(3, reduces, "auto") == ["tcp"] * 3
     (warning,) = warnings_of(caplog)
     assert "TCP" in warning and "65 MiB left" in warning and "rank 0" in warning
@@ -196,7 +196,7 @@ def test_no_memory_for_one_of_the_later_mappings_is_one_warning_and_tcp(
 ) -> None:
     """The links fit, the staging slots do not."""
     left = [1 << 40]
-    monkeypatch.setattr(limits, "available_bytes", lambda: left.pop() if left else 0)
+    monkeypatch.setattr(memory_limit, "available_bytes", lambda: left.pop() if left else 0)
     assert run(2, reduces, "auto") == ["tcp"] * 2
     assert len(warnings_of(caplog)) == 1
 
@@ -207,16 +207,16 @@ def test_when_one_rank_cannot_map_all_fall_back_together(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: int
 ) -> None:
     """Of three ranks two fetch the links, then the staging slots: one fetch of all these fails."""
-    count, order, fetch = [0], threading.Lock(), Passing.fetch
+    count, order, fetch = [0], threading.Lock(), FdPassing.fetch
 
-    def some(self: Passing, address: str, key: str, timeout_s: float = 30.0) -> int:
+    def some(self: FdPassing, address: str, key: str, timeout_s: float = 30.0) -> int:
         with order:
             count[0] += 1
             if count[0] == failing:
                 raise OSError(24, "Too many open files")
         return fetch(self, address, key, timeout_s)
 
-    monkeypatch.setattr(Passing, "fetch", some)
+    monkeypatch.setattr(FdPassing, "fetch", some)
     before = len(os.listdir("/proc/self/fd"))
     assert run(3, reduces, "auto") == ["tcp"] * 3
     (warning,) = warnings_of(caplog)
@@ -228,7 +228,7 @@ def test_when_one_rank_cannot_map_all_fall_back_together(
 def test_shared_memory_that_was_asked_for_and_refused_is_an_error_on_every_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "available_bytes", lambda: 0)
+    monkeypatch.setattr(memory_limit, "available_bytes", lambda: 0)
     errors = failures(3, reduces, "shm")
     assert [type(error) for error in errors] == [OutOfMemory] * 3
     assert all("0 MiB left" in str(error) and "rank 0" in str(error) for error in errors)

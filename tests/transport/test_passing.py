@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from hora.errors import HoraError, OutOfMemory, Unauthorized
+from hora.net.fd_passing import FdPassing
 from hora.transport import futex
 from hora.transport.arena import PAGE, Arena
-from hora.transport.passing import Passing
 
 pytestmark = pytest.mark.skipif(not futex.AVAILABLE, reason="shared memory is for Linux on x86-64")
 
@@ -27,8 +27,8 @@ TOKEN = b"p" * 32
 
 
 @pytest.fixture
-def windows() -> Iterator[tuple[Passing, Passing]]:
-    ours, theirs = Passing(TOKEN), Passing(TOKEN)
+def windows() -> Iterator[tuple[FdPassing, FdPassing]]:
+    ours, theirs = FdPassing(TOKEN), FdPassing(TOKEN)
     yield ours, theirs
     ours.close()
     theirs.close()
@@ -45,7 +45,7 @@ def memfd(num_bytes: int, seals: int | None = None) -> int:
 # -- passing -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_descriptor_arrives_and_shows_the_same_memory(windows: tuple[Passing, Passing]) -> None:
+def test_a_descriptor_arrives_and_shows_the_same_memory(windows: tuple[FdPassing, FdPassing]) -> None:
     ours, theirs = windows
     descriptor = memfd(PAGE)
     theirs.offer("key", descriptor)
@@ -59,7 +59,7 @@ def test_a_descriptor_arrives_and_shows_the_same_memory(windows: tuple[Passing, 
     os.close(descriptor)
 
 
-def test_a_fetch_waits_until_the_descriptor_is_offered(windows: tuple[Passing, Passing]) -> None:
+def test_a_fetch_waits_until_the_descriptor_is_offered(windows: tuple[FdPassing, FdPassing]) -> None:
     ours, theirs = windows
     descriptor = memfd(PAGE)
     threading.Timer(0.15, theirs.offer, ("late", descriptor)).start()
@@ -67,7 +67,7 @@ def test_a_fetch_waits_until_the_descriptor_is_offered(windows: tuple[Passing, P
     os.close(descriptor)
 
 
-def test_a_refusal_carries_the_reason_whole_or_cut(windows: tuple[Passing, Passing]) -> None:
+def test_a_refusal_carries_the_reason_whole_or_cut(windows: tuple[FdPassing, FdPassing]) -> None:
     ours, theirs = windows
     theirs.refuse("key", "only 3 MiB left")
     with pytest.raises(HoraError, match=r"^only 3 MiB left$"):
@@ -77,7 +77,7 @@ def test_a_refusal_carries_the_reason_whole_or_cut(windows: tuple[Passing, Passi
         ours.fetch(theirs.address, "long")
 
 
-def test_a_withdrawn_descriptor_is_no_longer_given(windows: tuple[Passing, Passing]) -> None:
+def test_a_withdrawn_descriptor_is_no_longer_given(windows: tuple[FdPassing, FdPassing]) -> None:
     ours, theirs = windows
     descriptor = memfd(PAGE)
     theirs.offer("key", descriptor)
@@ -87,9 +87,9 @@ def test_a_withdrawn_descriptor_is_no_longer_given(windows: tuple[Passing, Passi
     os.close(descriptor)
 
 
-def test_a_wrong_token_is_refused(windows: tuple[Passing, Passing]) -> None:
+def test_a_wrong_token_is_refused(windows: tuple[FdPassing, FdPassing]) -> None:
     ours, _ = windows
-    stranger = Passing(b"x" * 32)
+    stranger = FdPassing(b"x" * 32)
     stranger.refuse("key", "never said")
     try:
         with pytest.raises(Unauthorized):
@@ -100,12 +100,12 @@ def test_a_wrong_token_is_refused(windows: tuple[Passing, Passing]) -> None:
         stranger.close()
 
 
-def test_a_name_that_nobody_has_is_another_host(windows: tuple[Passing, Passing]) -> None:
+def test_a_name_that_nobody_has_is_another_host(windows: tuple[FdPassing, FdPassing]) -> None:
     with pytest.raises(ConnectionError):
         windows[0].fetch("hora-nobody", "key")
 
 
-def test_another_network_namespace_is_another_host(windows: tuple[Passing, Passing]) -> None:
+def test_another_network_namespace_is_another_host(windows: tuple[FdPassing, FdPassing]) -> None:
     """It shares hostname, boot id and /dev/shm with us, and still no descriptor can be passed."""
     if shutil.which("unshare") is None:
         pytest.skip("unshare is not installed")
@@ -116,7 +116,7 @@ def test_another_network_namespace_is_another_host(windows: tuple[Passing, Passi
     if not allowed:
         pytest.skip("this machine does not let us make a network namespace")
     script = (
-        "import sys; from hora.transport.passing import Passing\n"
+        "import sys; from hora.net.fd_passing import Passing\n"
         f"window = Passing({TOKEN!r})\n"
         "try: window.reach(sys.argv[1], 5.0).close(); print('same host')\n"
         "except ConnectionError: print('another host')"
@@ -128,7 +128,7 @@ def test_another_network_namespace_is_another_host(windows: tuple[Passing, Passi
         assert found.stdout.strip() == host, found.stderr
 
 
-def test_a_window_that_closes_ends_the_wait_of_those_who_fetch(windows: tuple[Passing, Passing]) -> None:
+def test_a_window_that_closes_ends_the_wait_of_those_who_fetch(windows: tuple[FdPassing, FdPassing]) -> None:
     ours, theirs = windows
     threading.Timer(0.15, theirs.close).start()
     with pytest.raises(HoraError, match="closed its window"):
@@ -137,7 +137,7 @@ def test_a_window_that_closes_ends_the_wait_of_those_who_fetch(windows: tuple[Pa
         ours.reach(theirs.address, 1.0)
 
 
-def test_one_that_asks_for_nothing_costs_no_one_else_anything(windows: tuple[Passing, Passing]) -> None:
+def test_one_that_asks_for_nothing_costs_no_one_else_anything(windows: tuple[FdPassing, FdPassing]) -> None:
     ours, theirs = windows
     theirs.refuse("key", "no")
     mute = [ours.reach(theirs.address) for _ in range(80)]  # more than may shake hands at once
@@ -151,7 +151,7 @@ def test_one_that_asks_for_nothing_costs_no_one_else_anything(windows: tuple[Pas
         assert sock.recv(1) == b""
 
 
-def test_a_refused_fetch_leaves_no_descriptor_behind(windows: tuple[Passing, Passing]) -> None:
+def test_a_refused_fetch_leaves_no_descriptor_behind(windows: tuple[FdPassing, FdPassing]) -> None:
     ours, theirs = windows
     theirs.refuse("key", "no")
     before = len(os.listdir("/proc/self/fd"))

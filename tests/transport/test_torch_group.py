@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import hora
 from hora.collectives import Group
-from hora.transport.torch_group import _fitting
+from hora.transport.process_group import _fitting
 from ranks import Run
 
 

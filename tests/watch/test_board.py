@@ -6,17 +6,19 @@ from typing import Any
 import pytest
 from told import keeping, row, server, work, worker
 
-from hora.watch.board import MAX_STRIPS, Board
-from hora.watch.journal import MAX_EVENTS
-from hora.watch.members import MAX_TRACKS
-from hora.watch.report import MAX_NAME_CHARS, MAX_NAMES, Histogram, Notice
+from hora.monitor.event_log import MAX_EVENTS
+from hora.monitor.members import MAX_TRACKS
+from hora.monitor.messages import MAX_NAME_CHARS, MAX_NAMES, HistogramReport, Notice
+from hora.monitor.run_state import MAX_STRIPS, RunState
 
 
-def board(strategy: str = "ring", size: int = 2) -> Board:
-    return Board(run="r", size=size, strategy=strategy)
+def board(strategy: str = "ring", size: int = 2) -> RunState:
+    return RunState(run="r", size=size, strategy=strategy)
 
 
-def train(board: Board, ticks: int, workers: dict[int, dict[str, Any]], begin: int = 0, every_s: float = 0.25) -> float:
+def train(
+    board: RunState, ticks: int, workers: dict[int, dict[str, Any]], begin: int = 0, every_s: float = 0.25
+) -> float:
     """Each worker reports one step per tick; returns the time."""
     now = begin * every_s
     for tick in range(begin, begin + ticks):
@@ -220,13 +222,13 @@ def test_histograms_are_the_lowest_live_ranks_and_the_newest() -> None:
     run = board()
     for step in range(1, 81):
         for rank in (1, 0):
-            shown = Histogram("w", step, 1000.0, 0.0, 1.0 + rank, [rank, 2])
+            shown = HistogramReport("w", step, 1000.0, 0.0, 1.0 + rank, [rank, 2])
             run.hear(worker(rank), work(step, histograms=[shown]), step * 0.1)
     count, kept = run.histograms()
     assert len(kept) == 50 and kept[-1].step == 80 and {each.high for each in kept} == {1.0}
     assert run.histograms(count) == (count, [])
     run.event("left", str(worker(0)), "", 9.0)
-    run.hear(worker(1), work(81, histograms=[Histogram("w", 81, 1000.0, 0.0, 2.0, [1])]), 9.1)
+    run.hear(worker(1), work(81, histograms=[HistogramReport("w", 81, 1000.0, 0.0, 2.0, [1])]), 9.1)
     assert [each.step for each in run.histograms(count)[1]] == [81]
 
 
@@ -430,7 +432,7 @@ def test_what_is_settled_later_changes_what_waiting_is() -> None:
 # -- a restored run ---------------------------------------------------------------------------------------------------
 
 
-def losses(run: Board) -> list[tuple[int, float, int]]:
+def losses(run: RunState) -> list[tuple[int, float, int]]:
     return [(point.start, point.mean, point.count) for point in run.curves["value/loss"].points]
 
 
@@ -498,10 +500,10 @@ def test_a_report_that_cannot_be_is_dropped_and_counted(fields: dict[str, Any]) 
 @pytest.mark.parametrize(
     "fields",
     [{"rows": [row(-1, loss=1.0)]}, {"rows": [row(1, count=0, loss=1.0)]}, {"rows": [row(1, math.nan, loss=1.0)]},
-     {"histograms": [Histogram("h", 1, 1.0, math.nan, 1.0, [1])]},
-     {"histograms": [Histogram("h", 1, 1.0, 0.0, 1.0, [])]},
-     {"histograms": [Histogram("h", 1, 1.0, 0.0, 1.0, [1] * 99)]},
-     {"histograms": [Histogram("h", 1, 1.0, 0.0, 1.0, [-1])]},
+     {"histograms": [HistogramReport("h", 1, 1.0, math.nan, 1.0, [1])]},
+     {"histograms": [HistogramReport("h", 1, 1.0, 0.0, 1.0, [])]},
+     {"histograms": [HistogramReport("h", 1, 1.0, 0.0, 1.0, [1] * 99)]},
+     {"histograms": [HistogramReport("h", 1, 1.0, 0.0, 1.0, [-1])]},
      {"notices": [Notice(-1, 1.0, "stop", "")]}, {"notices": [Notice(1, 1.0, "died", "")]}],
     ids=str,
 )  # fmt: skip

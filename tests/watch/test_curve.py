@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hora.watch.curve import Curve
+from hora.monitor.curve import Curve
 
 
 def total(curve: Curve) -> float:

@@ -12,17 +12,17 @@ import torch
 
 import ranks
 import trainings
-from hora.coordinator import Control
+from hora.coordinator import CoordinatorLine
 from hora.errors import HoraError
-from hora.server import herald
-from hora.server.herald import Herald
-from hora.server.keeper import Counts
+from hora.monitor.messages import EVERY_S, ServerReport, decode
+from hora.server import stats
+from hora.server.block_memory import BlockMemory
+from hora.server.keeper import ServerCounts
 from hora.server.layout import cut
-from hora.server.memory import Memory
-from hora.server.messages import Begin, Enter, Got, Push
+from hora.server.messages import BeginStep, EnterLoop, Push, SynchronizedAck
 from hora.server.shelf import Shelf
-from hora.server.state import Rules, Server
-from hora.watch.report import EVERY_S, Keeping, decode
+from hora.server.state import Rules, ServerState
+from hora.server.stats import StatsReporter
 
 NUM_PARCELS = 2
 
@@ -30,14 +30,14 @@ NUM_PARCELS = 2
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(herald, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(stats, "time", types.SimpleNamespace(monotonic=lambda: self.now))
 
 
 def test_a_report_tells_what_was_done_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, sent = Clock(monkeypatch), []
-    counts = Counts()
+    counts = ServerCounts()
     server: Any = types.SimpleNamespace(counts=counts, queue=0)
-    teller = Herald(3, 4096, lambda body: sent.append(decode(body)))
+    teller = StatsReporter(3, 4096, lambda body: sent.append(decode(body)))
     counts.updates, counts.bytes_in, counts.bytes_out, server.queue = 5, 500, 700, 2
     counts.lags[0] = 4
     teller.tell(server, 0.1)
@@ -50,16 +50,18 @@ def test_a_report_tells_what_was_done_since_the_last(monkeypatch: pytest.MonkeyP
     teller.tell(server, 0.15)
     common = {"server": 3, "seconds": EVERY_S, "load_bytes": 4096}
     assert sent == [
-        Keeping(sent_at=100.25, updates=5, busy_s=0.1, bytes_in=500, bytes_out=700, queue=2, lags={0: 4}, **common),
-        Keeping(sent_at=100.5, updates=3, busy_s=pytest.approx(0.05), bytes_in=100, bytes_out=10, queue=0,
+        ServerReport(
+            sent_at=100.25, updates=5, busy_s=0.1, bytes_in=500, bytes_out=700, queue=2, lags={0: 4}, **common
+        ),
+        ServerReport(sent_at=100.5, updates=3, busy_s=pytest.approx(0.05), bytes_in=100, bytes_out=10, queue=0,
                 lags={0: 4, 2: 1}, **common),
     ]  # fmt: skip
 
 
 def test_one_that_has_nothing_to_do_says_so_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, sent = Clock(monkeypatch), []
-    server: Any = types.SimpleNamespace(counts=Counts(), queue=0)
-    teller = Herald(0, 1, lambda body: sent.append(decode(body)))
+    server: Any = types.SimpleNamespace(counts=ServerCounts(), queue=0)
+    teller = StatsReporter(0, 1, lambda body: sent.append(decode(body)))
     for _ in range(13):  # 6.5 s
         clock.now += 0.5
         teller.tell(server, 0.0)
@@ -70,33 +72,35 @@ def test_one_that_has_nothing_to_do_says_so_now_and_then(monkeypatch: pytest.Mon
 
 def test_a_broken_line_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    server: Any = types.SimpleNamespace(counts=Counts(), queue=0)
+    server: Any = types.SimpleNamespace(counts=ServerCounts(), queue=0)
 
     def send(body: bytes) -> None:
         raise HoraError("the line is broken")
 
     clock.now += 9.0
-    Herald(0, 1, send).tell(server, 0.0)
-    Herald(0, 1, send).tell(server, 0.0, last=True)
+    StatsReporter(0, 1, send).tell(server, 0.0)
+    StatsReporter(0, 1, send).tell(server, 0.0, last=True)
 
 
-def made(rules: Rules, workers: int) -> Server:
+def made(rules: Rules, workers: int) -> ServerState:
     """One server that has two parcels of a parameter each."""
     parameters = [torch.nn.Parameter(torch.zeros(64)) for _ in range(NUM_PARCELS)]
     optimizers = [torch.optim.SGD(parameters, lr=1.0)]
     layout = cut(parameters, optimizers, 1, 256)
     assert len(layout.parts[0].parcels) == NUM_PARCELS
     part = layout.parts[0]
-    server = Server(Shelf(part, Memory(len(part.blocks), part.num_bytes), parameters, ["a", "b"], optimizers), rules)
+    server = ServerState(
+        Shelf(part, BlockMemory(len(part.blocks), part.num_bytes), parameters, ["a", "b"], optimizers), rules
+    )
     for worker in range(workers):
         server.join(worker)
-        server.handle(worker, Enter())
+        server.handle(worker, EnterLoop())
     return server
 
 
-def push(server: Server, worker: int, step: int, parcels: int = NUM_PARCELS) -> int:
+def push(server: ServerState, worker: int, step: int, parcels: int = NUM_PARCELS) -> int:
     """A worker's gradients of one step, or some of them; the queue after that."""
-    server.handle(worker, Begin(step, 0, NUM_PARCELS, present=len(server.workers)))
+    server.handle(worker, BeginStep(step, 0, NUM_PARCELS, present=len(server.workers)))
     for parcel in range(parcels):
         versions = server.shelf.versions(server.shelf.part.parcels[parcel])
         server.handle(worker, Push(step, parcel, versions), [torch.ones(64)])
@@ -136,7 +140,7 @@ def test_before_a_full_synchronisation_what_comes_meanwhile_queues() -> None:
     assert server.queue == 2
     push(server, 1, 0)
     assert server.queue == 0
-    server.handle(0, Got(1))
+    server.handle(0, SynchronizedAck(1))
     assert push(server, 0, 1) == 2, "worker 1 has still to read"
 
 
@@ -144,13 +148,13 @@ def test_servers_in_the_workers_processes_report_too(monkeypatch: pytest.MonkeyP
     sent: list[Any] = []
     everything, lock = threading.Event(), threading.Lock()
 
-    def report(self: Control, body: bytes) -> None:
+    def report(self: CoordinatorLine, body: bytes) -> None:
         with lock:
             sent.append(decode(body))
             if all(sum(each.updates for each in sent if each.server == server) >= 10 for server in (0, 1)):
                 everything.set()
 
-    monkeypatch.setattr(Control, "report", report)
+    monkeypatch.setattr(CoordinatorLine, "report", report)
 
     def work(group: Any) -> None:
         one = trainings.training(group, "ps/2")
@@ -169,8 +173,8 @@ def test_servers_in_the_workers_processes_report_too(monkeypatch: pytest.MonkeyP
 
 
 def test_without_a_watcher_no_server_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    def report(self: Control, body: bytes) -> None:
+    def report(self: CoordinatorLine, body: bytes) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Control, "report", report)
+    monkeypatch.setattr(CoordinatorLine, "report", report)
     ranks.run(2, lambda group: trainings.fit(trainings.training(group, "ps/1"), steps=3))

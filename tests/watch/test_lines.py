@@ -9,13 +9,13 @@ import stat
 
 import pytest
 
-from hora.watch.lines import Lines
-from hora.watch.logbook import Logged
-from hora.watch.now import Event
+from hora.monitor.json_lines import JsonLines
+from hora.monitor.metrics_log import LoggedRow
+from hora.monitor.status import RunEvent
 
 
-def logged(at_step: int, **values: float) -> Logged:
-    return Logged(1, at_step, 2, 0.5, 64, 0, values)
+def logged(at_step: int, **values: float) -> LoggedRow:
+    return LoggedRow(1, at_step, 2, 0.5, 64, 0, values)
 
 
 def no_warning(text: str) -> None:
@@ -28,12 +28,12 @@ def read(path: pathlib.Path) -> list[dict[str, object]]:
 
 def test_rows_and_events_are_lines_that_can_be_followed(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = Lines(str(path), no_warning)
+    lines = JsonLines(str(path), no_warning)
     lines.write([logged(3, loss=1.5, accuracy=0.25)])
     assert read(path) == [
         {"step": 3, "count": 2, "at": 0.5, "samples": 64, "epoch": 0, "rank": 1, "loss": 1.5, "accuracy": 0.25}
     ]
-    lines.write([], [Event(number=1, at=2.0, step=4, kind="died", who="rank 0", text='kill\n"ed"')])
+    lines.write([], [RunEvent(number=1, at=2.0, step=4, kind="died", who="rank 0", text='kill\n"ed"')])
     assert read(path)[1] == {"event": "died", "step": 4, "at": 2.0, "who": "rank 0", "text": 'kill\n"ed"'}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     lines.close()
@@ -43,14 +43,14 @@ def test_rows_and_events_are_lines_that_can_be_followed(tmp_path: pathlib.Path) 
 
 def test_what_is_not_finite_becomes_null(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    Lines(str(path), no_warning).write([logged(1, loss=math.nan, top=math.inf)])
+    JsonLines(str(path), no_warning).write([logged(1, loss=math.nan, top=math.inf)])
     [line] = read(path)
     assert line["loss"] is None and line["top"] is None
 
 
 def test_names_of_ours_are_not_overwritten(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    Lines(str(path), no_warning).write([logged(1, step=99.0, event=1.0, **{"a\nb": 2.0})])
+    JsonLines(str(path), no_warning).write([logged(1, step=99.0, event=1.0, **{"a\nb": 2.0})])
     [line] = read(path)
     assert line["step"] == 1 and line["value/step"] == 99.0 and line["value/event"] == 1.0 and line["a\nb"] == 2.0
     assert "event" not in line
@@ -60,9 +60,9 @@ def test_another_run_in_the_directory_begins_anew(tmp_path: pathlib.Path) -> Non
     path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
     other.write_text("mine")
     path.symlink_to(other)
-    Lines(str(path), no_warning).write([logged(1, loss=1.0)])
+    JsonLines(str(path), no_warning).write([logged(1, loss=1.0)])
     assert len(read(path)) == 1 and other.read_text() == "mine"
-    Lines(str(path), no_warning).write([logged(2, loss=1.0)])
+    JsonLines(str(path), no_warning).write([logged(2, loss=1.0)])
     assert [line["step"] for line in read(path)] == [2]
 
 
@@ -70,7 +70,7 @@ def test_a_full_disk_is_told_once_and_leaves_whole_lines(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, warnings, room = tmp_path / "metrics.jsonl", [], [250]
-    lines = Lines(str(path), warnings.append)
+    lines = JsonLines(str(path), warnings.append)
     write = os.write
 
     def full(fd: int, data: bytes) -> int:
@@ -91,6 +91,6 @@ def test_a_full_disk_is_told_once_and_leaves_whole_lines(
 
 def test_no_directory_is_told_once(tmp_path: pathlib.Path) -> None:
     warnings: list[str] = []
-    lines = Lines(str(tmp_path / "nowhere" / "metrics.jsonl"), warnings.append)
+    lines = JsonLines(str(tmp_path / "nowhere" / "metrics.jsonl"), warnings.append)
     lines.write([logged(1, loss=1.0)])
     assert len(warnings) == 1

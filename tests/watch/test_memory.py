@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import pytest
 from told import keeping, row, server, work, worker
 
-from hora.watch import reading as reading_module
-from hora.watch.board import Board
-from hora.watch.memory import APPLICATION, SCHEMA, Memory
-from hora.watch.reading import Reading
-from hora.watch.report import Histogram
+from hora.monitor.messages import HistogramReport
+from hora.monitor.run_state import RunState
+from hora.runs import reader as reading_module
+from hora.runs.database import APPLICATION, SCHEMA, RunDatabase
+from hora.runs.reader import RunReader
 
 
 class Warnings(list[str]):
@@ -36,26 +36,26 @@ def no_warning(text: str) -> None:
 
 
 @pytest.fixture
-def memory(path: str) -> Iterator[Memory]:
-    memory = Memory(path, no_warning)
+def memory(path: str) -> Iterator[RunDatabase]:
+    memory = RunDatabase(path, no_warning)
     yield memory
     memory.close()
 
 
-def train(board: Board, begin: int, end: int, **fields: object) -> None:
+def train(board: RunState, begin: int, end: int, **fields: object) -> None:
     for step in range(begin, end):
         board.hear(worker(0), work(step, rows=[row(step, loss=1.0 / (step + 1))], **fields), step * 0.1)
     board.tick(end * 0.1)
 
 
-def test_what_is_written_is_read_back(memory: Memory, path: str) -> None:
-    board = Board(run="r", size=2, strategy="ring")
+def test_what_is_written_is_read_back(memory: RunDatabase, path: str) -> None:
+    board = RunState(run="r", size=2, strategy="ring")
     train(board, 1, 11, peers={1: 500}, rounds=3)
     board.hear(server(0), keeping(lags={3: 4}), 1.0)
     board.event("died", "rank 1 (host a, pid 101)", "killed <b>", 1.1)
     memory.keep("config", {"command": ["train.py", "bad \udc80"], "size": 2})
     memory.write(board)
-    reading = Reading(path)
+    reading = RunReader(path)
     assert reading.version() == 1
     assert reading.now() == board.now(board.heard_at)
     assert reading.now().workers[0].peers and reading.now().lags == {3: 4}
@@ -73,8 +73,8 @@ def test_what_is_written_is_read_back(memory: Memory, path: str) -> None:
         ]
 
 
-def test_a_reader_is_told_only_what_changed(memory: Memory, path: str) -> None:
-    board, reading = Board(), Reading(path)
+def test_a_reader_is_told_only_what_changed(memory: RunDatabase, path: str) -> None:
+    board, reading = RunState(), RunReader(path)
     assert reading.version() == 0 and reading.curves() == (0, {})
     train(board, 1, 101)
     memory.write(board)
@@ -92,8 +92,8 @@ def test_a_reader_is_told_only_what_changed(memory: Memory, path: str) -> None:
     assert [point[0] for point in reading.curves(after=1)[1]["value/loss"]["points"]] == [101, 102]
 
 
-def test_a_curve_that_was_rewritten_is_told_as_a_whole(memory: Memory, path: str) -> None:
-    board, reading = Board(), Reading(path)
+def test_a_curve_that_was_rewritten_is_told_as_a_whole(memory: RunDatabase, path: str) -> None:
+    board, reading = RunState(), RunReader(path)
     train(board, 0, 1024)
     memory.write(board)
     train(board, 1024, 1025)
@@ -104,8 +104,8 @@ def test_a_curve_that_was_rewritten_is_told_as_a_whole(memory: Memory, path: str
     assert told["points"] == reading.curves()[1]["value/loss"]["points"]
 
 
-def test_a_restored_run_forgets_what_came_after(memory: Memory, path: str) -> None:
-    board, reading = Board(), Reading(path)
+def test_a_restored_run_forgets_what_came_after(memory: RunDatabase, path: str) -> None:
+    board, reading = RunState(), RunReader(path)
     train(board, 1, 21)
     memory.write(board)
     train(board, 11, 13)
@@ -114,54 +114,54 @@ def test_a_restored_run_forgets_what_came_after(memory: Memory, path: str) -> No
     assert told["whole"] and [point[0] for point in told["points"]] == list(range(1, 13))
 
 
-def test_a_version_from_another_run_is_no_version(memory: Memory, path: str) -> None:
-    board = Board()
+def test_a_version_from_another_run_is_no_version(memory: RunDatabase, path: str) -> None:
+    board = RunState()
     train(board, 1, 3)
     memory.write(board)
-    assert len(Reading(path).curves(after=1000)[1]["value/loss"]["points"]) == 2
+    assert len(RunReader(path).curves(after=1000)[1]["value/loss"]["points"]) == 2
 
 
-def test_a_curve_that_is_gone_is_gone(memory: Memory, path: str) -> None:
-    board = Board()
+def test_a_curve_that_is_gone_is_gone(memory: RunDatabase, path: str) -> None:
+    board = RunState()
     train(board, 1, 3)
     memory.write(board)
     del board.curves["rank/0/compute"]
     memory.write(board)
-    assert "rank/0/compute" not in Reading(path).curves()[1]
+    assert "rank/0/compute" not in RunReader(path).curves()[1]
     with sqlite3.connect(path) as connection:
         assert connection.execute("SELECT count(*) FROM points WHERE curve = 'rank/0/compute'").fetchone() == (0,)
 
 
-def test_nan_is_null_and_comes_back_as_nan(memory: Memory, path: str) -> None:
-    board = Board()
+def test_nan_is_null_and_comes_back_as_nan(memory: RunDatabase, path: str) -> None:
+    board = RunState()
     board.hear(worker(0), work(1, rows=[row(1, loss=math.nan, big=math.inf)]), 1.0)
     memory.write(board)
-    reading = Reading(path)
+    reading = RunReader(path)
     assert reading.curves()[1]["value/loss"]["points"][0][4:] == [None, None, None, None, 0]
     assert math.isnan(reading.now().values["loss"])
     assert reading.facts("now")["values"] == {"loss": None, "big": None}
     assert reading.facts("summary")["values"] == {"loss": None, "big": None}
 
 
-def test_hostile_names_are_only_names(memory: Memory, path: str) -> None:
+def test_hostile_names_are_only_names(memory: RunDatabase, path: str) -> None:
     name = "'; DROP TABLE points; --\0\u202e</script>"
-    board = Board()
+    board = RunState()
     board.hear(worker(0), work(1, rows=[row(1, **{name: 1.0})]), 1.0)
     memory.write(board)
-    assert list(Reading(path).now().values) == [name]
-    assert f"value/{name}" in Reading(path).curves()[1]
+    assert list(RunReader(path).now().values) == [name]
+    assert f"value/{name}" in RunReader(path).curves()[1]
 
 
-def test_events_and_histograms_are_the_newest(memory: Memory, path: str) -> None:
-    board = Board()
+def test_events_and_histograms_are_the_newest(memory: RunDatabase, path: str) -> None:
+    board = RunState()
     for turn in range(12):
         for number in range(100):
             board.event("stop", "", str(turn * 100 + number), 1.0)
         for step in range(turn * 10, turn * 10 + 10):
-            shown = [Histogram("w", step, 1000.0, -1.0, 1.0, [step, 2])]
+            shown = [HistogramReport("w", step, 1000.0, -1.0, 1.0, [step, 2])]
             board.hear(worker(0), work(step, histograms=shown), step * 0.1)
         memory.write(board)
-    reading = Reading(path)
+    reading = RunReader(path)
     events = reading.events()
     assert len(events) == 500 and events[-1].text == "1199"
     assert [event.text for event in reading.events(after=events[-3].number)] == ["1198", "1199"]
@@ -170,14 +170,14 @@ def test_events_and_histograms_are_the_newest(memory: Memory, path: str) -> None
     assert histograms[-1] == {"step": 119, "at": pytest.approx(11.9), "low": -1.0, "high": 1.0, "counts": [119, 2]}
 
 
-def test_it_is_this_users_alone(memory: Memory, path: str) -> None:
-    memory.write(Board())
+def test_it_is_this_users_alone(memory: RunDatabase, path: str) -> None:
+    memory.write(RunState())
     for name in os.listdir(os.path.dirname(path)):
         assert stat.S_IMODE(os.stat(os.path.join(os.path.dirname(path), name)).st_mode) == 0o600
 
 
 def test_a_closed_memory_is_one_file_that_a_copy_of_reads_the_same(tmp_path: pathlib.Path, path: str) -> None:
-    memory, board = Memory(path, no_warning), Board()
+    memory, board = RunDatabase(path, no_warning), RunState()
     train(board, 1, 50)
     memory.write(board)
     memory.close()
@@ -186,7 +186,7 @@ def test_a_closed_memory_is_one_file_that_a_copy_of_reads_the_same(tmp_path: pat
     copy = tmp_path / "past runs #1 100%?"
     copy.mkdir()
     (copy / "memory.sqlite").write_bytes(pathlib.Path(path).read_bytes())
-    assert Reading(str(copy / "memory.sqlite")).curves() == Reading(path).curves()
+    assert RunReader(str(copy / "memory.sqlite")).curves() == RunReader(path).curves()
 
 
 def test_a_killed_writers_memory_can_be_read(tmp_path: pathlib.Path, path: str) -> None:
@@ -194,8 +194,8 @@ def test_a_killed_writers_memory_can_be_read(tmp_path: pathlib.Path, path: str) 
 import os, signal, sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from told import row, work, worker
-from hora.watch.board import Board
-from hora.watch.memory import Memory
+from hora.monitor.run_state import Board
+from hora.runs.database import Memory
 board, memory = Board(), Memory({path!r}, print)
 for step in range(1, 30):
     board.hear(worker(0), work(step, rows=[row(step, loss=1.0)]), step * 0.1)
@@ -204,21 +204,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=50).returncode == -9
     assert os.path.exists(f"{path}-wal")
-    assert len(Reading(path).curves()[1]["value/loss"]["points"]) == 29
-    Memory(path, no_warning).close()  # and replaced by the next run
-    assert Reading(path).curves() == (0, {}) and os.listdir(tmp_path) == ["memory.sqlite"]
+    assert len(RunReader(path).curves()[1]["value/loss"]["points"]) == 29
+    RunDatabase(path, no_warning).close()  # and replaced by the next run
+    assert RunReader(path).curves() == (0, {}) and os.listdir(tmp_path) == ["memory.sqlite"]
 
 
 def test_an_open_reader_goes_on_to_the_next_run_in_the_directory(path: str) -> None:
-    board = Board(run="first")
+    board = RunState(run="first")
     train(board, 1, 10)
-    first = Memory(path, no_warning)
+    first = RunDatabase(path, no_warning)
     first.write(board)
-    reading = Reading(path)
+    reading = RunReader(path)
     assert reading.now().run == "first"
     first.close()
-    second = Memory(path, no_warning)
-    second.write(Board(run="second"))
+    second = RunDatabase(path, no_warning)
+    second.write(RunState(run="second"))
     assert reading.now().run == "second" and reading.curves()[1] == {}
     second.close()
 
@@ -227,7 +227,7 @@ def test_an_open_reader_goes_on_to_the_next_run_in_the_directory(path: str) -> N
 
 CHECKER = """
 import sys
-from hora.watch.reading import Reading
+from hora.runs.reader import Reading
 reading, versions, version, points = Reading(sys.argv[1]), set(), 0, {}
 print("ready", flush=True)
 while True:
@@ -255,7 +255,7 @@ print(len(versions))
 
 def test_another_process_reads_whole_writes_while_they_are_made(path: str) -> None:
     writes = 120
-    board, memory = Board(), Memory(path, no_warning)
+    board, memory = RunState(), RunDatabase(path, no_warning)
     command = [sys.executable, "-c", CHECKER, path, str(writes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
@@ -269,8 +269,8 @@ def test_another_process_reads_whole_writes_while_they_are_made(path: str) -> No
     assert int(out) >= 2
 
 
-def test_threads_share_a_reading(memory: Memory, path: str) -> None:
-    board, reading = Board(), Reading(path)
+def test_threads_share_a_reading(memory: RunDatabase, path: str) -> None:
+    board, reading = RunState(), RunReader(path)
     found: list[int] = []
     stop = threading.Event()
 
@@ -307,7 +307,7 @@ def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
 def test_a_full_disk_is_told_once_and_what_was_written_stays(small_disk: pathlib.Path) -> None:
     warnings = Warnings()
     path = str(small_disk / "memory.sqlite")
-    memory, board = Memory(path, warnings), Board()
+    memory, board = RunDatabase(path, warnings), RunState()
     for number in range(200):
         train(board, 10 * number, 10 * number + 10)
         memory.write(board)
@@ -315,7 +315,7 @@ def test_a_full_disk_is_told_once_and_what_was_written_stays(small_disk: pathlib
     [warning] = warnings
     assert warning.startswith(f"the run's memory {path} cannot be written: ")
     assert "full" in warning and warning.endswith("; the run goes on without it")
-    reading = Reading(path)
+    reading = RunReader(path)
     assert 0 < reading.version() < 200
     assert sum(point[-1] for point in reading.curves()[1]["value/loss"]["points"]) == 10 * reading.version()
 
@@ -325,20 +325,20 @@ def test_a_disk_that_is_full_from_the_start_is_told_once(small_disk: pathlib.Pat
         while True:
             filler.write(bytes(4096))
     warnings = Warnings()
-    memory = Memory(str(small_disk / "memory.sqlite"), warnings)
-    memory.write(Board())
+    memory = RunDatabase(str(small_disk / "memory.sqlite"), warnings)
+    memory.write(RunState())
     memory.close()
     assert memory.failed and len(warnings) == 1
 
 
 def test_a_failing_write_is_told_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings = Warnings()
-    memory, board = Memory(path, warnings), Board()
+    memory, board = RunDatabase(path, warnings), RunState()
 
     def fail(*_: object) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr(Memory, "_write_curves", fail)
+    monkeypatch.setattr(RunDatabase, "_write_curves", fail)
     for _ in range(3):
         memory.write(board)
     assert len(warnings) == 1 and "disk I/O error" in warnings[0]
@@ -346,7 +346,7 @@ def test_a_failing_write_is_told_once(path: str, monkeypatch: pytest.MonkeyPatch
 
 def test_no_directory_is_told_once(tmp_path: pathlib.Path) -> None:
     warnings = Warnings()
-    memory = Memory(str(tmp_path / "nowhere" / "memory.sqlite"), warnings)
+    memory = RunDatabase(str(tmp_path / "nowhere" / "memory.sqlite"), warnings)
     assert memory.failed and len(warnings) == 1 and "No such file" in warnings[0]
 
 
@@ -360,11 +360,11 @@ def test_where_there_is_no_log_it_is_written_without(path: str, monkeypatch: pyt
             return super().execute(sql, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sqlite3, "connect", lambda *args, **named: connect(*args, factory=Poor, **named))
-    memory, board = Memory(path, no_warning), Board()
+    memory, board = RunDatabase(path, no_warning), RunState()
     train(board, 1, 5)
     memory.write(board)
     assert not os.path.exists(f"{path}-wal")
-    assert len(Reading(path).curves()[1]["value/loss"]["points"]) == 4
+    assert len(RunReader(path).curves()[1]["value/loss"]["points"]) == 4
     memory.close()
 
 
@@ -380,41 +380,41 @@ def test_another_versions_memory_is_refused_and_left_alone(path: str) -> None:
     old_memory(path, 7)
     before = pathlib.Path(path).read_bytes()
     with pytest.raises(ValueError, match=r"another version of Hora \(schema 7, this one reads 1\): open it with that"):
-        Reading(path)
+        RunReader(path)
     with pytest.raises(ValueError, match=r"another version of Hora.*choose another --run-dir"):
-        Memory(path, no_warning)
+        RunDatabase(path, no_warning)
     assert pathlib.Path(path).read_bytes() == before
 
 
 def test_what_is_no_memory_is_refused_and_left_alone(path: str) -> None:
     old_memory(path, SCHEMA, application=0)
-    for make in (Reading, lambda path: Memory(path, no_warning)):
+    for make in (RunReader, lambda path: RunDatabase(path, no_warning)):
         with pytest.raises(ValueError, match="is no memory of a run"):
             make(path)
     pathlib.Path(path).write_text("my diary" * 100)
     with pytest.raises(ValueError, match="not a database"):
-        Reading(path)
+        RunReader(path)
     with pytest.raises(ValueError, match="is no memory of a run"):
-        Memory(path, no_warning)
+        RunDatabase(path, no_warning)
     assert pathlib.Path(path).read_text() == "my diary" * 100
 
 
 def test_an_empty_file_is_replaced_and_a_link_is_not_followed(tmp_path: pathlib.Path, path: str) -> None:
     pathlib.Path(path).touch()
-    Memory(path, no_warning).close()
+    RunDatabase(path, no_warning).close()
     mine = tmp_path / "mine"
     mine.write_text("precious")
     os.unlink(path)
     os.symlink(mine, path)
-    Memory(path, no_warning).close()
+    RunDatabase(path, no_warning).close()
     assert mine.read_text() == "precious" and not os.path.islink(path)
-    assert Reading(path).version() == 0
+    assert RunReader(path).version() == 0
 
 
 def test_a_memory_that_is_not_there_or_damaged_is_said_so(tmp_path: pathlib.Path, path: str) -> None:
     with pytest.raises(ValueError, match="there is no memory of a run"):
-        Reading(path)
-    memory, board = Memory(path, no_warning), Board()
+        RunReader(path)
+    memory, board = RunDatabase(path, no_warning), RunState()
     train(board, 1, 300)
     memory.write(board)
     memory.close()
@@ -422,7 +422,7 @@ def test_a_memory_that_is_not_there_or_damaged_is_said_so(tmp_path: pathlib.Path
     damaged[4096:] = os.urandom(len(damaged) - 4096)
     pathlib.Path(path).write_bytes(damaged)
     with pytest.raises(ValueError, match="cannot be read"):
-        Reading(path).curves()
+        RunReader(path).curves()
 
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS key, '1' AS value FROM n"
@@ -435,20 +435,20 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
      "DROP TABLE events; CREATE VIRTUAL TABLE events USING fts5(text)"],
 )  # fmt: skip
 def test_what_holds_more_than_our_tables_is_refused(path: str, added: str) -> None:
-    Memory(path, no_warning).close()
-    assert Reading(path).version() == 0
+    RunDatabase(path, no_warning).close()
+    assert RunReader(path).version() == 0
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.executescript(added)
     with pytest.raises(ValueError, match="is no memory of a run"):
-        Reading(path)
+        RunReader(path)
 
 
 def test_a_memory_holds_its_reader_no_longer_than_it_may(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, board = Memory(path, no_warning), Board()
+    memory, board = RunDatabase(path, no_warning), RunState()
     train(board, 1, 900)
     memory.write(board)
     memory.close()
-    read = Reading(path)
+    read = RunReader(path)
     assert read.curves()[1]
     monkeypatch.setattr(reading_module, "_is_ours", lambda *part: True)
     with contextlib.closing(sqlite3.connect(path)) as connection:
@@ -460,7 +460,7 @@ def test_a_memory_holds_its_reader_no_longer_than_it_may(path: str, monkeypatch:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another user is needed")
 def test_who_may_only_read_can_read_a_killed_runs_memory(tmp_path: pathlib.Path, path: str) -> None:
-    memory, board = Memory(path, no_warning), Board()
+    memory, board = RunDatabase(path, no_warning), RunState()
     train(board, 1, 30)
     memory.write(board)
     folder = tmp_path / "left"
@@ -474,7 +474,7 @@ def test_who_may_only_read_can_read_a_killed_runs_memory(tmp_path: pathlib.Path,
             each.chmod(each.stat().st_mode | 0o055)
     script = f"""
 import os
-from hora.watch.reading import Reading
+from hora.runs.reader import Reading
 os.setgid(65534); os.setuid(65534)
 print(Reading({str(folder / "memory.sqlite")!r}).version())
 """

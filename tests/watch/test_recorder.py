@@ -12,11 +12,11 @@ import torch
 
 import hora
 from hora.errors import HoraError
-from hora.strategies.sync import Traffic
+from hora.monitor import messages
+from hora.monitor.messages import MAX_NAMES, MAX_ROWS, WorkerReport
+from hora.monitor.values import checked
+from hora.strategies.sync import CommStats
 from hora.training.recorder import Recorder
-from hora.watch import report
-from hora.watch.report import MAX_NAMES, MAX_ROWS, Work
-from hora.watch.values import checked
 
 
 class Sync:
@@ -24,7 +24,7 @@ class Sync:
     local_steps = 0
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        self.traffic = CommStats()
         self.sent = {1: 0}
 
     def peers(self) -> dict[int, int]:
@@ -40,10 +40,10 @@ def training(**given: Any) -> Any:
     return SimpleNamespace(**{**about, **given})
 
 
-def ended(recorder: Recorder, sent: list[bytes]) -> list[Work]:
+def ended(recorder: Recorder, sent: list[bytes]) -> list[WorkerReport]:
     recorder.close()
-    works = [report.decode(body) for body in sent]
-    assert all(isinstance(work, Work) for work in works)
+    works = [messages.decode(body) for body in sent]
+    assert all(isinstance(work, WorkerReport) for work in works)
     return works  # type: ignore[return-value]
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from hora import spans
-from hora.spans import COMMUNICATION, TRAINING
+from hora.monitor import spans
+from hora.monitor.spans import COMMUNICATION, TRAINING
 from hora.training.stages import Stages
 
 

@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from hora.watch.stragglers import Change, Stragglers
+from hora.monitor.stragglers import StragglerChange, Stragglers
 
 LIVE = {0, 1, 2, 3}
 
 
-def steps(stragglers: Stragglers, seconds: dict[int, float], count: int, at: float) -> list[tuple[int, Change]]:
+def steps(
+    stragglers: Stragglers, seconds: dict[int, float], count: int, at: float
+) -> list[tuple[int, StragglerChange]]:
     """Each step of each worker is heard by itself, all at the pace of the slowest."""
-    changes: list[tuple[int, Change]] = []
+    changes: list[tuple[int, StragglerChange]] = []
     for step in range(count):
         at += max(seconds.values())
         for rank, each in seconds.items():
@@ -110,7 +112,9 @@ def test_the_forgotten_begin_anew() -> None:
 # -- as reports come: a few times a second, each worker's at its own moment -------------------------------------------
 
 
-def reported(pace: Callable[[int, int], float], ranks: int, count: int, seed: int) -> tuple[list[Change], list[int]]:
+def reported(
+    pace: Callable[[int, int], float], ranks: int, count: int, seed: int
+) -> tuple[list[StragglerChange], list[int]]:
     """Workers that step together report every 0.25 s: the changes, and at which step of the run each was told."""
     stragglers, random_, live = Stragglers(), random.Random(seed), set(range(ranks))
     computes = [[pace(rank, step) for rank in live] for step in range(count)]

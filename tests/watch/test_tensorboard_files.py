@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from told import row, work, worker
 
-from hora.watch import tensorboard
-from hora.watch.board import Board
-from hora.watch.report import Histogram
-from hora.watch.tensorboard import TensorBoard
+from hora.monitor import tensorboard
+from hora.monitor.messages import HistogramReport
+from hora.monitor.run_state import RunState
+from hora.monitor.tensorboard import TensorBoard
 
 needs_package = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is missing")
 
@@ -30,16 +30,16 @@ def read(path: str) -> list[Any]:
     return [Event.FromString(record) for record in RawEventFileLoader(path).Load()]
 
 
-def write(board: Board, files: TensorBoard) -> None:
+def write(board: RunState, files: TensorBoard) -> None:
     files.write(board.take_rows(), board, board.now(board.heard_at))
 
 
 @needs_package
 def test_scalars_histograms_and_speed_are_there_by_step(tmp_path: pathlib.Path) -> None:
-    board, files = Board(strategy="ring"), TensorBoard(str(tmp_path / "a" / "b"), no_warning)
+    board, files = RunState(strategy="ring"), TensorBoard(str(tmp_path / "a" / "b"), no_warning)
     for step in (1, 2):
         for rank in (0, 1):
-            shown = [Histogram("w", step, 1000.0, -1.0, 1.0, [1, 3])]
+            shown = [HistogramReport("w", step, 1000.0, -1.0, 1.0, [1, 3])]
             rows = [row(step, loss=step / 2 + rank), row(step, **{f"only {rank}": 7.0})]
             board.hear(worker(rank), work(step, rows=rows, histograms=shown), step * 1.0)
         write(board, files)
@@ -64,7 +64,7 @@ def test_scalars_histograms_and_speed_are_there_by_step(tmp_path: pathlib.Path) 
 
 @needs_package
 def test_a_value_that_is_nan_is_written_as_such(tmp_path: pathlib.Path) -> None:
-    board, files = Board(), TensorBoard(str(tmp_path), no_warning)
+    board, files = RunState(), TensorBoard(str(tmp_path), no_warning)
     board.hear(worker(0), work(1, rows=[row(1, loss=math.nan)]), 1.0)
     write(board, files)
     assert math.isnan(read(files.path)[1].summary.value[0].simple_value)
@@ -77,8 +77,8 @@ def test_neither_torch_nor_tensorflow_is_imported(tmp_path: pathlib.Path) -> Non
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from told import row, work, worker
-from hora.watch.board import Board
-from hora.watch.tensorboard import TensorBoard
+from hora.monitor.run_state import Board
+from hora.monitor.tensorboard import TensorBoard
 files = TensorBoard({str(tmp_path)!r}, print)
 assert "tensorboard" not in sys.modules
 board = Board()
@@ -110,7 +110,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: pathlib.Path, monk
 @needs_package
 def test_a_disk_that_fails_is_told_once(tmp_path: pathlib.Path) -> None:
     warnings: list[str] = []
-    board, files = Board(), TensorBoard(str(tmp_path / "runs"), warnings.append)
+    board, files = RunState(), TensorBoard(str(tmp_path / "runs"), warnings.append)
     (tmp_path / "runs").rmdir()
     for step in (1, 2):
         board.hear(worker(0), work(step, rows=[row(step, loss=1.0)]), 1.0)
@@ -120,7 +120,7 @@ def test_a_disk_that_fails_is_told_once(tmp_path: pathlib.Path) -> None:
 
 @needs_package
 def test_the_speed_does_not_end_with_a_nothing_of_after_the_end(tmp_path: pathlib.Path) -> None:
-    board, files = Board(strategy="ring"), TensorBoard(str(tmp_path), no_warning)
+    board, files = RunState(strategy="ring"), TensorBoard(str(tmp_path), no_warning)
     for step in (1, 2):
         board.hear(worker(0), work(step), step * 1.0)
         write(board, files)

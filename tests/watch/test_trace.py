@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import spanfiles
 
-from hora.watch import trace
-from hora.watch.trace import Tracks
+from hora.monitor import trace
+from hora.monitor.trace import TraceThreads
 
 TRAINING, COMMUNICATION, SERVER = "training", "communication", "server"
 
@@ -113,7 +113,7 @@ def test_any_spans_nest_or_follow_each_other_on_their_threads(tmp_path: pathlib.
 
 
 def test_what_nests_stays_on_one_thread_and_what_overlaps_takes_few() -> None:
-    nested, beside = Tracks(nests=True), Tracks(nests=False)
+    nested, beside = TraceThreads(nests=True), TraceThreads(nests=False)
     assert [nested.place(*span) for span in [(1, 2), (3, 4), (0, 5), (6, 7), (6, 8)]] == [0] * 5
     assert [nested.place(*span) for span in [(7, 9)]] == [1], "it straddles the end of one"
     assert [beside.place(*span) for span in [(0, 4), (1, 5), (2, 6), (5, 7), (4, 8), (6, 9)]] == [0, 1, 2, 1, 0, 2]

@@ -10,9 +10,9 @@ import pytest
 import spanfiles
 from click.testing import CliRunner
 
-from hora.watch import trace, trace_summary
-from hora.watch.trace_cli import trace as command
-from hora.watch.trace_summary import Stretches, common
+from hora.cli.trace import trace as command
+from hora.monitor import trace, trace_summary
+from hora.monitor.trace_summary import Intervals, common
 
 TRAINING, COMMUNICATION, SERVER = "training", "communication", "server"
 
@@ -98,7 +98,7 @@ def test_a_run_without_steps_has_something_to_say_too(tmp_path: pathlib.Path) ->
 
 
 def test_stretches_of_time_are_counted_once() -> None:
-    ones, others = Stretches(), Stretches()
+    ones, others = Intervals(), Intervals()
     for begin, end in [(0, 4), (2, 6), (10, 12), (1, 3)]:
         ones.add(begin, end)
     for begin, end in [(5, 11), (3, 3.5), (20, 30)]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hora import Histogram
-from hora.watch.report import BINS
-from hora.watch.values import checked, read
+from hora.monitor.messages import BINS
+from hora.monitor.values import checked, read
 
 
 @pytest.mark.parametrize(

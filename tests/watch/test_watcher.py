@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from told import keeping, row, server, work, worker
 
-from hora.watch import watcher as module
-from hora.watch.memory import APPLICATION, Memory
-from hora.watch.reading import Reading
-from hora.watch.report import Histogram, encode
-from hora.watch.watcher import MAX_WAITING, Watcher
+from hora.launch import monitor as module
+from hora.launch.monitor import MAX_WAITING, RunMonitor
+from hora.monitor.messages import HistogramReport, encode
+from hora.runs.database import APPLICATION, RunDatabase
+from hora.runs.reader import RunReader
 
 
 class Said:
@@ -32,14 +32,14 @@ def said() -> Said:
 
 
 @pytest.fixture
-def watch(tmp_path: pathlib.Path, said: Said) -> Iterator[Callable[..., Watcher]]:
+def watch(tmp_path: pathlib.Path, said: Said) -> Iterator[Callable[..., RunMonitor]]:
     """Makes watchers of a run directory, the test's own if none is named, and closes them."""
-    made: list[Watcher] = []
+    made: list[RunMonitor] = []
 
-    def make(directory: str | None = str(tmp_path), **named: str) -> Watcher:
+    def make(directory: str | None = str(tmp_path), **named: str) -> RunMonitor:
         facts = {"command": ["train.py"]}
         made.append(
-            Watcher(directory, "r", 2, "ring", facts, said.warnings.append, said.words.append, **named)  # type: ignore[arg-type]
+            RunMonitor(directory, "r", 2, "ring", facts, said.warnings.append, said.words.append, **named)  # type: ignore[arg-type]
         )
         return made[-1]
 
@@ -55,7 +55,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_what_is_heard_is_shown_and_kept(watch: Callable[..., Watcher], tmp_path: pathlib.Path, said: Said) -> None:
+def test_what_is_heard_is_shown_and_kept(watch: Callable[..., RunMonitor], tmp_path: pathlib.Path, said: Said) -> None:
     watcher = watch()
     assert watcher.now().state == "starting" and watcher.directory == str(tmp_path)
     for step in range(1, 11):
@@ -68,7 +68,7 @@ def test_what_is_heard_is_shown_and_kept(watch: Callable[..., Watcher], tmp_path
     shown = watcher.now()
     assert (shown.run, shown.size, shown.strategy, shown.algorithm) == ("r", 2, "ring", "shared")
     assert (shown.samples, shown.values, len(shown.workers)) == (160, {"loss": 10.0}, 3)
-    reading = Reading(str(tmp_path / "memory.sqlite"))
+    reading = RunReader(str(tmp_path / "memory.sqlite"))
     until(lambda: reading.now().step == 10)
     assert reading.facts("config") == {"command": ["train.py"]}
     summary = watcher.close({"code": 0, "cause": "all 2 ranks ended well"})
@@ -84,17 +84,19 @@ def test_what_is_heard_is_shown_and_kept(watch: Callable[..., Watcher], tmp_path
     assert said.warnings == []
 
 
-def test_everything_that_was_told_before_close_is_kept(watch: Callable[..., Watcher], tmp_path: pathlib.Path) -> None:
+def test_everything_that_was_told_before_close_is_kept(
+    watch: Callable[..., RunMonitor], tmp_path: pathlib.Path
+) -> None:
     watcher = watch()
     for step in range(1, 1001):
         watcher.hear(worker(0), encode(work(step)))
     assert watcher.close({})["samples"] == 8000
     watcher.hear(worker(0), encode(work(1001)))
     assert watcher.close({})["samples"] == 8000
-    assert Reading(str(tmp_path / "memory.sqlite")).now().samples == 8000
+    assert RunReader(str(tmp_path / "memory.sqlite")).now().samples == 8000
 
 
-def test_a_straggler_is_said(watch: Callable[..., Watcher], said: Said) -> None:
+def test_a_straggler_is_said(watch: Callable[..., RunMonitor], said: Said) -> None:
     watcher = watch()
     for step in range(1, 11):
         watcher.hear(worker(0), encode(work(step, computes=[0.1])))
@@ -104,7 +106,7 @@ def test_a_straggler_is_said(watch: Callable[..., Watcher], said: Said) -> None:
 
 
 def test_what_is_said_and_warned_while_it_closes_is_told_before_it_has(
-    watch: Callable[..., Watcher], said: Said, monkeypatch: pytest.MonkeyPatch
+    watch: Callable[..., RunMonitor], said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -116,13 +118,15 @@ def test_what_is_said_and_warned_while_it_closes_is_told_before_it_has(
         watcher.hear(worker(1), encode(work(step, computes=[0.4])))
     assert said.words == said.warnings == []
     with monkeypatch.context() as patched:
-        patched.setattr("hora.watch.lines.os.write", full)
+        patched.setattr("hora.monitor.json_lines.os.write", full)
         watcher.close({})
     assert said.words == ["rank 1 (host a, pid 101) is slow: 400 ms of compute per step, the others 100 ms"]
     assert len(said.warnings) == 1 and "No space left on device" in said.warnings[0]
 
 
-def test_reports_that_cannot_be_read_are_counted_and_nothing_breaks(watch: Callable[..., Watcher], said: Said) -> None:
+def test_reports_that_cannot_be_read_are_counted_and_nothing_breaks(
+    watch: Callable[..., RunMonitor], said: Said
+) -> None:
     watcher = watch()
     body = encode(work(1))
     bad = [b"", b"\xc1", body[:-3], b"\x93\x01\x02\x03", encode({"type": "work"}), os.urandom(500), b"\x81" * 3000]
@@ -137,17 +141,17 @@ def test_reports_that_cannot_be_read_are_counted_and_nothing_breaks(watch: Calla
 
 
 def test_a_full_queue_drops_and_counts(
-    watch: Callable[..., Watcher], monkeypatch: pytest.MonkeyPatch, said: Said
+    watch: Callable[..., RunMonitor], monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     held, go = threading.Event(), threading.Event()
-    write = Memory.write
+    write = RunDatabase.write
 
-    def slow(self: Memory, *rest: object) -> None:
+    def slow(self: RunDatabase, *rest: object) -> None:
         held.set()
         go.wait(20)
         write(self, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Memory, "write", slow)
+    monkeypatch.setattr(RunDatabase, "write", slow)
     watcher = watch()
     watcher.hear(worker(0), encode(work(1)))
     assert held.wait(20)
@@ -160,7 +164,7 @@ def test_a_full_queue_drops_and_counts(
     assert watcher.now().lost_reports == 100 and summary["samples"] == 8 * (MAX_WAITING + 1)
 
 
-def test_large_reports_do_not_pile_up(watch: Callable[..., Watcher], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_reports_do_not_pile_up(watch: Callable[..., RunMonitor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 1000)
     monkeypatch.setattr(module, "EVERY_S", 5.0)
     watcher = watch()
@@ -170,7 +174,7 @@ def test_large_reports_do_not_pile_up(watch: Callable[..., Watcher], monkeypatch
 
 
 def test_another_versions_memory_is_refused_before_the_run(
-    watch: Callable[..., Watcher], tmp_path: pathlib.Path
+    watch: Callable[..., RunMonitor], tmp_path: pathlib.Path
 ) -> None:
     with sqlite3.connect(tmp_path / "memory.sqlite") as connection:
         connection.execute("CREATE TABLE facts (x)")
@@ -183,7 +187,7 @@ def test_another_versions_memory_is_refused_before_the_run(
     assert threading.active_count() == before and os.listdir(tmp_path) == ["memory.sqlite"]
 
 
-def test_two_runs_after_each_other_in_one_directory(watch: Callable[..., Watcher], tmp_path: pathlib.Path) -> None:
+def test_two_runs_after_each_other_in_one_directory(watch: Callable[..., RunMonitor], tmp_path: pathlib.Path) -> None:
     first = watch()
     for step in range(1, 6):
         first.hear(worker(0), encode(work(step, rows=[row(step, loss=1.0)])))
@@ -191,15 +195,15 @@ def test_two_runs_after_each_other_in_one_directory(watch: Callable[..., Watcher
     second = watch()
     second.hear(worker(0), encode(work(1, rows=[row(1, accuracy=1.0)])))
     second.close({})
-    reading = Reading(str(tmp_path / "memory.sqlite"))
+    reading = RunReader(str(tmp_path / "memory.sqlite"))
     assert reading.now().samples == 8 and "value/loss" not in reading.curves()[1] and reading.facts("end") == {}
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
-def test_without_a_directory_the_memory_is_a_temporary_one(watch: Callable[..., Watcher], said: Said) -> None:
+def test_without_a_directory_the_memory_is_a_temporary_one(watch: Callable[..., RunMonitor], said: Said) -> None:
     watcher = watch(None)
     watcher.hear(worker(0), encode(work(1)))
-    reading = Reading(os.path.join(watcher.directory, "memory.sqlite"))
+    reading = RunReader(os.path.join(watcher.directory, "memory.sqlite"))
     until(lambda: reading.now().step == 1)
     assert os.listdir(watcher.directory)[0].startswith("memory.sqlite")
     assert watcher.close({})["samples"] == 8
@@ -207,7 +211,7 @@ def test_without_a_directory_the_memory_is_a_temporary_one(watch: Callable[..., 
 
 
 def test_a_directory_that_cannot_be_written_costs_one_warning(
-    watch: Callable[..., Watcher], tmp_path: pathlib.Path, said: Said
+    watch: Callable[..., RunMonitor], tmp_path: pathlib.Path, said: Said
 ) -> None:
     (tmp_path / "precious").touch()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)], capture_output=True)
@@ -226,7 +230,7 @@ def test_a_directory_that_cannot_be_written_costs_one_warning(
 
 
 def test_no_disk_at_all_costs_one_warning_and_removes_nothing(
-    watch: Callable[..., Watcher], tmp_path: pathlib.Path, said: Said, monkeypatch: pytest.MonkeyPatch
+    watch: Callable[..., RunMonitor], tmp_path: pathlib.Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "precious").touch()
 
@@ -236,7 +240,7 @@ def test_no_disk_at_all_costs_one_warning_and_removes_nothing(
     def none(**_: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hora.watch.memory._create", full)
+    monkeypatch.setattr("hora.runs.database._create", full)
     monkeypatch.setattr(module.tempfile, "mkdtemp", none)
     watcher = watch()
     watcher.hear(worker(0), encode(work(1)))
@@ -245,7 +249,7 @@ def test_no_disk_at_all_costs_one_warning_and_removes_nothing(
 
 
 def test_a_disk_that_fills_up_costs_one_warning(
-    watch: Callable[..., Watcher], tmp_path: pathlib.Path, said: Said, monkeypatch: pytest.MonkeyPatch
+    watch: Callable[..., RunMonitor], tmp_path: pathlib.Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "EVERY_S", 0.02)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(tmp_path)], capture_output=True)
@@ -270,15 +274,15 @@ def test_a_disk_that_fills_up_costs_one_warning(
 
 
 def test_a_disk_that_hangs_holds_nobody_up(
-    watch: Callable[..., Watcher], said: Said, monkeypatch: pytest.MonkeyPatch
+    watch: Callable[..., RunMonitor], said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, go = threading.Event(), threading.Event()
 
-    def hang(self: Memory, *_: object) -> None:
+    def hang(self: RunDatabase, *_: object) -> None:
         held.set()
         go.wait(20)
 
-    monkeypatch.setattr(Memory, "write", hang)
+    monkeypatch.setattr(RunDatabase, "write", hang)
     monkeypatch.setattr(module, "CLOSE_S", 0.2)
     watcher = watch()
     watcher.hear(worker(0), encode(work(1)))
@@ -290,19 +294,19 @@ def test_a_disk_that_hangs_holds_nobody_up(
     go.set()
 
 
-def test_closing_is_bounded_and_the_thread_is_no_reason_to_stay(watch: Callable[..., Watcher]) -> None:
+def test_closing_is_bounded_and_the_thread_is_no_reason_to_stay(watch: Callable[..., RunMonitor]) -> None:
     assert module.CLOSE_S <= 3
     watch()
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "hora-watcher")
 
 
 def test_a_mistake_of_ours_is_said_once_and_the_run_goes_on(
-    watch: Callable[..., Watcher], said: Said, monkeypatch: pytest.MonkeyPatch
+    watch: Callable[..., RunMonitor], said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: object, at: float) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(module.Board, "tick", broken)
+    monkeypatch.setattr(module.RunState, "tick", broken)
     watcher = watch()
     until(lambda: bool(said.warnings))
     watcher.hear(worker(0), encode(work(1)))
@@ -312,28 +316,28 @@ def test_a_mistake_of_ours_is_said_once_and_the_run_goes_on(
 
 
 def test_tensorboard_files_are_written_where_they_are_wanted(
-    watch: Callable[..., Watcher], tmp_path: pathlib.Path, said: Said
+    watch: Callable[..., RunMonitor], tmp_path: pathlib.Path, said: Said
 ) -> None:
     pytest.importorskip("tensorboard.compat.proto.event_pb2")
     watcher = watch(tensorboard_dir=str(tmp_path / "board"))
-    shown = [Histogram("w", 1, 1000.0, 0.0, 1.0, [1])]
+    shown = [HistogramReport("w", 1, 1000.0, 0.0, 1.0, [1])]
     watcher.hear(worker(0), encode(work(1, rows=[row(1, loss=1.0)], histograms=shown)))
     watcher.close({})
     [name] = os.listdir(tmp_path / "board")
     assert os.path.getsize(tmp_path / "board" / name) > 100 and said.warnings == []
-    assert list(Reading(str(tmp_path / "memory.sqlite")).histograms()) == ["w"]
+    assert list(RunReader(str(tmp_path / "memory.sqlite")).histograms()) == ["w"]
 
 
 def test_tensorboard_without_its_package_is_refused_before_the_run(
-    watch: Callable[..., Watcher], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    watch: Callable[..., RunMonitor], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hora.watch.tensorboard._installed", lambda: False)
+    monkeypatch.setattr("hora.monitor.tensorboard._installed", lambda: False)
     with pytest.raises(ValueError, match="pip install"):
         watch(tensorboard_dir=str(tmp_path / "board"))
     assert os.listdir(tmp_path) == []
 
 
 def test_watching_needs_no_torch() -> None:
-    script = "import sys, hora.watch.watcher, hora.watch.reading; print({'torch', 'tensorboard'} & sys.modules.keys())"
+    script = "import sys, hora.launch.monitor, hora.runs.reader; print({'torch', 'tensorboard'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
     assert done.stdout == "set()\n", done.stderr

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 
-from hora.coordinator import Event, LocalHub, Member
+from hora.coordinator import CoordinatorEvent, LocalHub, Member
 from hora.coordinator.messages import MAX_REPORT_BYTES
 
 
 class Witness:
     def __init__(self) -> None:
         self.heard: list[tuple[Member, bytes]] = []
-        self.seen: list[Event] = []
+        self.seen: list[CoordinatorEvent] = []
 
     def hear(self, member: Member, body: bytes) -> None:
         self.heard.append((member, body))
 
-    def see(self, event: Event) -> None:
+    def see(self, event: CoordinatorEvent) -> None:
         self.seen.append(event)
 
 
@@ -67,12 +67,12 @@ def test_a_stranger_and_a_visitor_cannot_report() -> None:
 
 def test_records_of_logging_say_whose_they_are() -> None:
     from hora.job import _label_records
-    from hora.launch.environment import Identity
+    from hora.rendezvous.environment import ProcessIdentity
 
     before = logging.getLogRecordFactory()
     try:
-        _label_records(Identity(role="worker", rank=1, size=4))
-        _label_records(Identity(role="server", rank=3))
+        _label_records(ProcessIdentity(role="worker", rank=1, size=4))
+        _label_records(ProcessIdentity(role="server", rank=3))
         record = logging.getLogger("mine").makeRecord("mine", logging.INFO, "f", 1, "hello", (), None)
         text = logging.Formatter("%(hora_role)s %(hora_rank)s: %(message)s").format(record)
         assert text == "server 3: hello"

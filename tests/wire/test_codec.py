@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from hora.wire.codec import BLOCK, NAMES, codec
+from hora.compression.codec import BLOCK, NAMES, codec
 
 LENGTHS = (0, 1, 3, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 7)
 DENSE = ("fp16", "bf16", "int8")

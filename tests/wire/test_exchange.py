@@ -9,9 +9,9 @@ import torch
 
 import ranks
 from hora.collectives import Group
-from hora.wire.codec import BLOCK, codec
-from hora.wire.feedback import bounds
-from hora.wire.wire import Wire
+from hora.compression.codec import BLOCK, codec
+from hora.compression.compressor import Compressor
+from hora.compression.feedback import bounds
 from leaders import add_up, numbers
 
 CODECS = ("fp16", "bf16", "int8", "topk")
@@ -25,7 +25,7 @@ def test_all_get_the_same_bits_close_to_the_sum(name: str, size: int) -> None:
 
         def script(group: Group, numel: int = numel) -> torch.Tensor:
             return add_up(
-                group, Wire(name, 0.2 if name == "topk" else None).exchange(0, numel), numbers(numel, group.rank)
+                group, Compressor(name, 0.2 if name == "topk" else None).exchange(0, numel), numbers(numel, group.rank)
             )
 
         found = ranks.run(size, script)
@@ -49,7 +49,7 @@ def test_what_arrives_in_the_end_is_what_was_sent(name: str, size: int) -> None:
         return vector
 
     def script(group: Group) -> tuple[list[float], float]:
-        exchange = Wire(name, 0.05 if name == "topk" else None).exchange("it", numel)
+        exchange = Compressor(name, 0.05 if name == "topk" else None).exchange("it", numel)
         wanted = sum((given(rank).double() for rank in range(size)), torch.zeros(numel, dtype=torch.float64))
         arrived, errors = torch.zeros(numel, dtype=torch.float64), []
         for number in range(1, num_calls + 1):
@@ -70,7 +70,7 @@ def test_what_is_not_finite_comes_out_and_spoils_no_later_call(name: str) -> Non
     numel = 2 * BLOCK
 
     def script(group: Group) -> None:
-        exchange = Wire(name, 0.05 if name == "topk" else None).exchange("it", numel)
+        exchange = Compressor(name, 0.05 if name == "topk" else None).exchange("it", numel)
         arrived, sent = torch.zeros(numel), torch.zeros(numel)
         for number in range(60):
             vectors = [numbers(numel, rank, 1e-3) + 1e-2 for rank in range(2)]
@@ -89,7 +89,7 @@ def test_what_is_not_finite_comes_out_and_spoils_no_later_call(name: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_types_go_through_float32_and_keep_their_own(dtype: torch.dtype) -> None:
     def script(group: Group) -> torch.Tensor:
-        return add_up(group, Wire("int8").exchange(0, 3000), numbers(3000, group.rank).to(dtype))
+        return add_up(group, Compressor("int8").exchange(0, 3000), numbers(3000, group.rank).to(dtype))
 
     found = ranks.run(3, script)
     assert all(each.dtype == dtype and each.equal(found[0]) for each in found)
@@ -104,7 +104,7 @@ def test_bytes_are_counted_as_they_were_sent(name: str, size: int, transport: st
     numel = 2 * size * BLOCK
 
     def script(group: Group) -> tuple[int, int, int]:
-        wire = Wire(name)
+        wire = Compressor(name)
         before = sum(group.transport.sent_bytes)
         for _ in range(2):
             add_up(group, wire.exchange(0, numel), numbers(numel, group.rank))
@@ -120,7 +120,7 @@ def test_bytes_are_counted_as_they_were_sent(name: str, size: int, transport: st
 @pytest.mark.parametrize(("name", "topk", "dtype"), [("topk", 0.5, torch.float32), ("fp16", None, torch.float16)])
 def test_what_would_not_shrink_goes_as_it_is(name: str, topk: float | None, dtype: torch.dtype) -> None:
     def script(group: Group) -> torch.Tensor:
-        wire = Wire(name, topk)
+        wire = Compressor(name, topk)
         vector = torch.arange(2048).remainder(64).to(dtype) + group.rank
         found = add_up(group, wire.exchange(0, 2048), vector)
         assert wire.tally.sent_bytes == wire.tally.plain_bytes
@@ -142,7 +142,7 @@ def test_parts_begin_where_blocks_do(numel: int, parts: int) -> None:
 
 def test_what_is_owed_can_be_forgotten() -> None:
     def script(group: Group) -> None:
-        wire = Wire("int8")
+        wire = Compressor("int8")
         exchange = wire.exchange("a", 3000)
         first = add_up(group, exchange, numbers(3000, group.rank))
         assert wire.exchange("a", 3000) is exchange and wire.exchange("b", 3000) is not exchange
@@ -151,11 +151,11 @@ def test_what_is_owed_can_be_forgotten() -> None:
         assert add_up(group, exchange, numbers(3000, group.rank)).equal(first)
 
     ranks.run(2, script)
-    assert Wire("fp32").exchange("a", 10) is None
+    assert Compressor("fp32").exchange("a", 10) is None
 
 
 def test_savings_are_said_per_step() -> None:
-    wire = Wire("int8")
+    wire = Compressor("int8")
     assert wire.tally.words("int8", 10, "step") == ""
     wire.tally.sent_bytes, wire.tally.plain_bytes = 254_000_000, 1_000_000_000
     assert wire.tally.words("int8", 10, "step") == "wire=int8: 25.4 MB instead of 100.0 MB per step between hosts"

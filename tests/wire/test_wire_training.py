@@ -10,8 +10,8 @@ import torch
 
 import ranks
 from hora.collectives import Group
+from hora.compression.codec import BLOCK, codec
 from hora.strategies import parse
-from hora.wire.codec import BLOCK, codec
 from rounds import SMALL, Crew, diloco, even, uneven, work
 from trainings import batch, building, fit, loss_of, mlp, net, parameters_of, part, training
 
@@ -254,7 +254,7 @@ def test_feedback_carries_drifts_that_one_rounding_would_swallow(monkeypatch: py
 
     for large, small in run([0, 1], script):
         assert large == pytest.approx(-100.0, rel=0.01) and small == pytest.approx(-0.2, rel=0.1)
-    monkeypatch.setattr("hora.wire.feedback.is_finite", lambda total: False)  # then nothing new is owed
+    monkeypatch.setattr("hora.compression.feedback.is_finite", lambda total: False)  # then nothing new is owed
     assert all(small == 0.0 for _, small in run([0, 1], script)), "the test could not fail"
 
 

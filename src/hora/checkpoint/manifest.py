@@ -31,7 +31,7 @@ class Damaged(Exception):
     """Why a directory is not a valid checkpoint, in words that follow "is damaged:"."""
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ManifestEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file: its SHA-256 in hexadecimal and its size."""
 
     sha256: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -43,7 +43,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     format: Literal[1]
     step: Annotated[int, msgspec.Meta(ge=0)]
-    files: dict[Annotated[str, msgspec.Meta(pattern=_FILE)], Entry]
+    files: dict[Annotated[str, msgspec.Meta(pattern=_FILE)], ManifestEntry]
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
@@ -60,18 +60,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return manifest
 
 
-class Place(NamedTuple):
+class CheckpointPlace(NamedTuple):
     """A directory that by its name is a checkpoint."""
 
     step: int
     path: Path
 
 
-def places(directory: Path) -> list[Place]:
+def places(directory: Path) -> list[CheckpointPlace]:
     """Everything in `directory` that is named as a checkpoint, the newest first. Raises OSError."""
     found = []
     for path in directory.iterdir():
         match = _PLACE.fullmatch(path.name)
         if match:
             found.append((int(match[1]), match[2] is None, path))
-    return [Place(step, path) for step, _, path in sorted(found, reverse=True)]
+    return [CheckpointPlace(step, path) for step, _, path in sorted(found, reverse=True)]

@@ -24,8 +24,8 @@ from .manifest import (
     STATE_LIMIT_BYTES,
     TENSORS,
     Damaged,
-    Entry,
     Manifest,
+    ManifestEntry,
     places,
 )
 from .tensorfile import parse
@@ -44,7 +44,7 @@ class Checkpoint:
     path: Path
     step: int
     record: dict[str, Any] = dataclasses.field(repr=False)
-    files: Mapping[str, Entry] = dataclasses.field(repr=False)
+    files: Mapping[str, ManifestEntry] = dataclasses.field(repr=False)
 
     def names(self) -> list[str]:
         """The stems that `read` and `tensors` take, sorted."""
@@ -158,7 +158,7 @@ def _read_bounded(folder: int, name: str, limit_bytes: int) -> bytes:
         return file.read(limit_bytes)
 
 
-def _read(folder: int, name: str, entry: Entry) -> bytes:
+def _read(folder: int, name: str, entry: ManifestEntry) -> bytes:
     with _file(folder, name) as (file, size):
         _compare_size(name, size, entry)
         data = file.read(entry.num_bytes)
@@ -166,7 +166,7 @@ def _read(folder: int, name: str, entry: Entry) -> bytes:
     return data
 
 
-def _verify(folder: int, name: str, entry: Entry) -> None:
+def _verify(folder: int, name: str, entry: ManifestEntry) -> None:
     digest = hashlib.sha256()
     with _file(folder, name) as (file, size):
         _compare_size(name, size, entry)
@@ -175,11 +175,11 @@ def _verify(folder: int, name: str, entry: Entry) -> None:
     _compare_hash(name, digest.hexdigest(), entry)
 
 
-def _compare_size(name: str, size: int, entry: Entry) -> None:
+def _compare_size(name: str, size: int, entry: ManifestEntry) -> None:
     if size != entry.num_bytes:
         raise Damaged(f"{name} has {size} bytes instead of {entry.num_bytes}")
 
 
-def _compare_hash(name: str, sha256: str, entry: Entry) -> None:
+def _compare_hash(name: str, sha256: str, entry: ManifestEntry) -> None:
     if sha256 != entry.sha256:
         raise Damaged(f"{name} has another hash")

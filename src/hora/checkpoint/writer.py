@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import HoraError
-from .manifest import MANIFEST, OLD, STATE, STATE_LIMIT_BYTES, STEM, TENSORS, Damaged, Entry, Manifest, places
+from .manifest import MANIFEST, OLD, STATE, STATE_LIMIT_BYTES, STEM, TENSORS, Damaged, Manifest, ManifestEntry, places
 from .reader import verified
 from .tensorfile import TensorFile
 
@@ -117,7 +117,7 @@ def _draft(draft: Path, step: int, contents: Mapping[str, _Content]) -> None:
         os.close(folder)
 
 
-def _write(folder: int, name: str, content: _Content) -> Entry:
+def _write(folder: int, name: str, content: _Content) -> ManifestEntry:
     digest, num_bytes = hashlib.sha256(), 0
     file = os.open(name, _NEW_FILE, 0o666, dir_fd=folder)
     try:
@@ -130,7 +130,7 @@ def _write(folder: int, name: str, content: _Content) -> Entry:
         os.fsync(file)
     finally:
         os.close(file)
-    return Entry(sha256=digest.hexdigest(), num_bytes=num_bytes)
+    return ManifestEntry(sha256=digest.hexdigest(), num_bytes=num_bytes)
 
 
 def _put(draft: Path, path: Path) -> None:

@@ -24,7 +24,7 @@ from . import halving, moves, ring, star, tree
 from .reduction import OPERATIONS, Operation
 
 if TYPE_CHECKING:
-    from .base import Group
+    from .group import Group
 
 CANDIDATES: dict[str, Callable[[Group, torch.Tensor, Operation], None]] = {
     "ring": ring.all_reduce,
@@ -39,7 +39,7 @@ FIXED = ((32 << 10, "tree"), (256 << 10, "halving"), (0, "ring"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class AlgorithmTable:
     """Which algorithm for how many bytes: the first row whose limit is not passed; the last row has no limit (0)."""
 
     rows: tuple[tuple[int, str], ...]
@@ -70,17 +70,17 @@ def choose(group: Group, num_bytes: int) -> str:
     return table.choose(num_bytes)
 
 
-def known(group: Group) -> Table | None:
+def known(group: Group) -> AlgorithmTable | None:
     """The table, where it takes no measurement."""
     if group.auto_table is None:
         if group.transport.shares_memory and group.num_hosts == 1:
-            group.adopt(Table(((0, "shared"),)))
+            group.adopt(AlgorithmTable(((0, "shared"),)))
         elif group.deterministic or group.size == 1:
-            group.adopt(Table(FIXED))
+            group.adopt(AlgorithmTable(FIXED))
     return group.auto_table
 
 
-def measure(group: Group) -> Table:
+def measure(group: Group) -> AlgorithmTable:
     rows: list[tuple[int, str]] = []
     names = list(CANDIDATES)
     started = time.monotonic()
@@ -106,4 +106,4 @@ def measure(group: Group) -> Table:
         rows[-1] = (0, rows[-1][1])
     else:  # on slow links small sizes use up the time, and their winner would be the wrong one for large ones
         rows += [(limit, name) for limit, name in FIXED if not limit or limit > rows[-1][0]]
-    return Table(tuple(rows), measured=True)
+    return AlgorithmTable(tuple(rows), measured=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..coordinator import Control, Event
+from ..coordinator import CoordinatorEvent, CoordinatorLine
 from ..errors import HoraError, Mismatch
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 TOPIC = "waits"
 
 
-class Standing(msgspec.Struct, array_like=True):
+class WaitState(msgspec.Struct, array_like=True):
     """Where a rank's training thread waits: `place` names a group or the like, `number` counts the calls there.
     `begun` has that number for every place."""
 
@@ -34,12 +34,12 @@ class Standing(msgspec.Struct, array_like=True):
     begun: dict[str, int]
 
 
-class Place:
+class WaitScope:
     """A context around what may wait there. Of several inside each other, the outermost counts."""
 
     __slots__ = ("_deadlocks", "name", "text")
 
-    def __init__(self, deadlocks: Deadlocks, name: str, text: Callable[[], str]) -> None:
+    def __init__(self, deadlocks: DeadlockDetector, name: str, text: Callable[[], str]) -> None:
         self._deadlocks = deadlocks
         self.name = name
         self.text = text
@@ -59,29 +59,33 @@ class Place:
                 deadlocks.here = None
 
 
-class Deadlocks:
+class DeadlockDetector:
     """One rank's side. `numbers` gives for each group, by name, how many calls were begun in it; `end` is told the
     error when there is one. A `place` and `notice` are for the rank's own threads, `hear` for the line's."""
 
     def __init__(
-        self, control: Control, name: str, numbers: Callable[[], dict[str, int]], end: Callable[[HoraError], None]
+        self,
+        control: CoordinatorLine,
+        name: str,
+        numbers: Callable[[], dict[str, int]],
+        end: Callable[[HoraError], None],
     ) -> None:
         self._control = control
         self._name = name
         self._numbers = numbers
         self._end = end
         self.thread = threading.get_ident()  # the training thread
-        self.here: Place | None = None  # where that waits
+        self.here: WaitScope | None = None  # where that waits
         self.depth = 0
         self._counts: dict[str, Callable[[], int]] = {}  # of places that are no groups
-        self._others: dict[int, tuple[str, Standing]] = {}
+        self._others: dict[int, tuple[str, WaitState]] = {}
         self._lock = threading.Lock()
 
-    def place(self, name: str, text: Callable[[], str], count: Callable[[], int] | None = None) -> Place:
+    def place(self, name: str, text: Callable[[], str], count: Callable[[], int] | None = None) -> WaitScope:
         """Where this rank may wait for others: a group, or with `count` something else in which calls are counted."""
         if count is not None:
             self._counts[name] = count
-        return Place(self, name, text)
+        return WaitScope(self, name, text)
 
     def notice(self) -> None:
         """A wait of this rank, on any thread, has lasted for a moment. Never blocks."""
@@ -95,24 +99,24 @@ class Deadlocks:
         for name, theirs in others:
             self._compare(mine, name, theirs)
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: CoordinatorEvent) -> None:
         if event.kind != "told" or event.topic != TOPIC or event.member is None:
             return
-        theirs = msgspec.msgpack.decode(event.body, type=Standing)
+        theirs = msgspec.msgpack.decode(event.body, type=WaitState)
         with self._lock:
             self._others[event.member.rank] = str(event.member), theirs
         mine = self._standing()
         if mine is not None:
             self._compare(mine, str(event.member), theirs)
 
-    def _standing(self) -> Standing | None:
+    def _standing(self) -> WaitState | None:
         here = self.here
         if here is None:
             return None
         begun = {**self._numbers(), **{name: count() for name, count in self._counts.items()}}
-        return Standing(here.name, begun.get(here.name, 0), here.text(), begun)
+        return WaitState(here.name, begun.get(here.name, 0), here.text(), begun)
 
-    def _compare(self, mine: Standing, name: str, theirs: Standing) -> None:
+    def _compare(self, mine: WaitState, name: str, theirs: WaitState) -> None:
         """Each waits in a call that the other has not begun, in a place that both know."""
         if mine.place == theirs.place or mine.place not in theirs.begun or theirs.place not in mine.begun:
             return

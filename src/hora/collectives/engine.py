@@ -19,7 +19,7 @@ from . import moves
 from .reduction import Operation
 
 if TYPE_CHECKING:
-    from .base import Group
+    from .group import Group
 
 log = logging.getLogger(__name__)
 

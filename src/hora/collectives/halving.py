@@ -26,7 +26,7 @@ from .reduction import Operation
 from .schedule import bounds
 
 if TYPE_CHECKING:
-    from .base import Group
+    from .group import Group
 
 
 def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:

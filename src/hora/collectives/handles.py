@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..transport import Handle
+from ..transport import Transfer
 
 
-class Pending:
+class CollectiveHandle:
     """A call under way on the group's thread. `wait()` returns its result or raises what went wrong."""
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class Pending:
         self._finished.set()
 
 
-class Transit:
+class TransferHandle:
     """A point-to-point transfer under way; `wait()` returns the tensor."""
 
-    def __init__(self, handle: Handle, tensor: torch.Tensor, finish: Callable[[], None] | None) -> None:
+    def __init__(self, handle: Transfer, tensor: torch.Tensor, finish: Callable[[], None] | None) -> None:
         self._handle = handle
         self._tensor = tensor
         self._finish = finish
@@ -74,7 +74,7 @@ class Transit:
         return self._tensor
 
 
-class Outside:
+class NonMember:
     """What `new_group` gives a rank that it left out: false in a condition, and every call on it says why not."""
 
     def __init__(self, rank: int, ranks: list[int]) -> None:
@@ -105,7 +105,7 @@ def changed(tensor: torch.Tensor) -> None:
         increment_version(tensor)
 
 
-def deliver(letters: queue.SimpleQueue[Handle | None]) -> None:
+def deliver(letters: queue.SimpleQueue[Transfer | None]) -> None:
     while (handle := letters.get()) is not None:
         with contextlib.suppress(Exception):  # whoever waits for it is told
             handle.wait()

@@ -25,11 +25,11 @@ import torch
 
 from ..errors import HoraError
 from . import auto, moves, ring, shared, tree
-from .accord import Deputy
+from .consistency import SubgroupChecker
 from .reduction import OPERATIONS, Operation
 
 if TYPE_CHECKING:
-    from .base import Group
+    from .group import Group
 
 Between = Callable[["Group", torch.Tensor, Operation], None]
 """`between(leaders, flat, operation)`: every leader's flat becomes the reduction of all of them, in place. The
@@ -42,7 +42,7 @@ STREAM_BYTES = 4 << 20  # from here on it pays to overlap the three phases
 Found = Callable[[list[int], str], "Group | None"]
 
 
-class Hierarchy:
+class HostHierarchy:
     """Made by all ranks of `group` together, in one call of it; `found(ranks, kind)` makes its parts.
 
     `inner` is None for a rank that is alone on its host, `leaders` where this rank is not the first of its host. With
@@ -66,7 +66,7 @@ class Hierarchy:
     def all_reduce(self, group: Group, flat: torch.Tensor, operation: Operation, between: Between) -> None:
         plain = OPERATIONS["sum"] if operation.mean else operation
         for part, _ in self._parts:
-            assert isinstance(part.accord, Deputy)
+            assert isinstance(part.accord, SubgroupChecker)
             part.accord.stand_in()
             part.transport.background = group.transport.background
         if self._streams(flat, between):

@@ -26,18 +26,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..transport import Registered
+from ..transport import RegisteredBuffer
 from ..transport.base import COLLECTIVES
 from .reduction import HALVES
 
 if TYPE_CHECKING:
-    from .base import Group
+    from .group import Group
 
 ALIGN_BYTES = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class VectorLayout:
     """What one vector looks like: its dtype, its length, and its lanes as (owner, offset, length)."""
 
     dtype: torch.dtype
@@ -49,10 +49,10 @@ class Form:
         return -(-self.numel * self.dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class _Box:
+class _Slot:
     """The place of one form in everybody's part."""
 
-    def __init__(self, number: int, form: Form, parts: Sequence[torch.Tensor], rank: int) -> None:
+    def __init__(self, number: int, form: VectorLayout, parts: Sequence[torch.Tensor], rank: int) -> None:
         self.number = number
         self.halves = form.dtype in HALVES
         self.parts = [[part.view(form.dtype)[at : at + length] for part in parts] for _, at, length in form.lanes]
@@ -63,7 +63,7 @@ class _Box:
         self.sums: list[torch.Tensor] = []
 
 
-class Mailbox:
+class SharedReduction:
     """The places of all `forms`. Making one is a collective call; OutOfMemory, on every rank, if memory is short.
 
     `keep`: every rank wants the whole result; otherwise each owner its own lanes. Between the `finish` of one round
@@ -72,7 +72,7 @@ class Mailbox:
     seconds as time.perf_counter counts them.
     """
 
-    def __init__(self, group: Group, forms: Sequence[Form], keep: bool) -> None:
+    def __init__(self, group: Group, forms: Sequence[VectorLayout], keep: bool) -> None:
         self.group = group
         self.keep = keep
         self.done: Callable[[int], None] | None = None
@@ -85,11 +85,11 @@ class Mailbox:
         with torch.inference_mode(False):
             for number, form in enumerate(forms):
                 places = [part[at : at + form.num_bytes] for part in memory.peers]
-                self._boxes.append(_Box(number, form, places, group.rank))
+                self._boxes.append(_Slot(number, form, places, group.rank))
                 at += form.num_bytes
         self._num_posted = self._num_reduced = self._num_collected = 0
-        self._to_reduce: collections.deque[_Box] = collections.deque()
-        self._to_collect: collections.deque[_Box] = collections.deque()
+        self._to_reduce: collections.deque[_Slot] = collections.deque()
+        self._to_collect: collections.deque[_Slot] = collections.deque()
 
     def post(self, number: int, views: Sequence[torch.Tensor], scale: float) -> None:
         """Form `number`: `views` are my tensors of its lanes, flat; the result lands in them. `scale` is mine."""
@@ -124,7 +124,7 @@ class Mailbox:
             self._await(self._reduced, 4 * (self._num_collected + 1))
             self._collect()
 
-    def _await(self, flags: Registered, value: int) -> None:
+    def _await(self, flags: RegisteredBuffer, value: int) -> None:
         if self.waited is None or flags.reached(value):
             flags.await_all(value)
             return
@@ -171,7 +171,7 @@ class Mailbox:
         self._num_collected += 1
         self._let_go(box)
 
-    def _let_go(self, box: _Box) -> None:
+    def _let_go(self, box: _Slot) -> None:
         box.views = ()
         if self.done is not None:
             self.done(box.number)

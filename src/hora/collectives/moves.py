@@ -26,7 +26,7 @@ from .reduction import DTYPES, Operation, check_dtype
 from .schedule import bounds
 
 if TYPE_CHECKING:
-    from .base import Group
+    from .group import Group
 
 MAX_DIMS = 14
 

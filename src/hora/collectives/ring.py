@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..transport import Handle
+from ..transport import Transfer
 from .reduction import Operation
 from .schedule import bounds
 
 if TYPE_CHECKING:
-    from .base import Group
+    from .group import Group
 
 SEGMENT_BYTES = 1 << 20
 
@@ -50,7 +50,7 @@ def all_reduce(
         return
     right, left = (j + 1) % n, (j - 1) % n
     chunks = cut(flat, n)
-    sending: list[Handle] = []
+    sending: list[Transfer] = []
     for segment in chunks[j]:
         if first:
             first(segment)

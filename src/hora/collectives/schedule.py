@@ -58,7 +58,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduleStep:
     """Transfers that happen at the same time, ordered by source rank."""
 
     phase: str
@@ -75,7 +75,7 @@ class Schedule:
     name: str
     ranks: int
     parts: int
-    steps: tuple[Step, ...]
+    steps: tuple[ScheduleStep, ...]
     root: int | None = None
 
     @property
@@ -135,8 +135,8 @@ def star(n: int) -> Schedule:
     """
     _check(n)
     others = range(1, n)
-    inward = tuple(Step("reduce at the root", (Transfer(r, 0, 0, 1, reduce=True),)) for r in others)
-    outward = tuple(Step("send back", (Transfer(0, r, 0, 1, reduce=False),)) for r in others)
+    inward = tuple(ScheduleStep("reduce at the root", (Transfer(r, 0, 0, 1, reduce=True),)) for r in others)
+    outward = tuple(ScheduleStep("send back", (Transfer(0, r, 0, 1, reduce=False),)) for r in others)
     return Schedule("star", n, 1, inward + outward)
 
 
@@ -155,9 +155,9 @@ def ring(n: int) -> Schedule:
     """
     _check(n)
 
-    def step(phase: str, first: int, i: int, reduce: bool) -> Step:
+    def step(phase: str, first: int, i: int, reduce: bool) -> ScheduleStep:
         sent = [(j + first - i) % n for j in range(n)]
-        return Step(phase, tuple(Transfer(j, (j + 1) % n, sent[j], sent[j] + 1, reduce) for j in range(n)))
+        return ScheduleStep(phase, tuple(Transfer(j, (j + 1) % n, sent[j], sent[j] + 1, reduce) for j in range(n)))
 
     scatter_reduce = tuple(step("scatter-reduce", 0, i, reduce=True) for i in range(n - 1))
     all_gather = tuple(step("all-gather", 1, i, reduce=False) for i in range(n - 1))
@@ -184,7 +184,9 @@ def tree(n: int) -> Schedule:
     _check(n)
     up = _up(n)
     down = tuple(
-        Step("broadcast down", tuple(sorted((Transfer(t.target, t.source, 0, 1, False) for t in s.transfers), key=_by)))
+        ScheduleStep(
+            "broadcast down", tuple(sorted((Transfer(t.target, t.source, 0, 1, False) for t in s.transfers), key=_by))
+        )
         for s in reversed(up)
     )
     return Schedule("tree", n, 1, up + down)
@@ -217,7 +219,7 @@ def halving(n: int) -> Schedule:
     fold_in = tuple(Transfer(2 * i + 1, 2 * i, 0, p, reduce=True) for i in range(e))
     fold_out = tuple(Transfer(2 * i, 2 * i + 1, 0, p, reduce=False) for i in range(e))
 
-    def exchange(phase: str, half: int, reduce: bool) -> Step:
+    def exchange(phase: str, half: int, reduce: bool) -> ScheduleStep:
         transfers = []
         for v, rank in enumerate(participants):
             partner = v ^ half
@@ -225,20 +227,20 @@ def halving(n: int) -> Schedule:
             # partner the partner's side; doubling sends it one's own.
             start = (partner if reduce else v) & -half
             transfers.append(Transfer(rank, participants[partner], start, start + half, reduce))
-        return Step(phase, tuple(transfers))
+        return ScheduleStep(phase, tuple(transfers))
 
     halves = [p >> (k + 1) for k in range(p.bit_length() - 1)]
     steps = [exchange("halving", half, reduce=True) for half in halves]
     steps += [exchange("doubling", half, reduce=False) for half in reversed(halves)]
     if e:
-        steps = [Step("fold in", fold_in), *steps, Step("fold out", fold_out)]
+        steps = [ScheduleStep("fold in", fold_in), *steps, ScheduleStep("fold out", fold_out)]
     return Schedule("halving", n, p, tuple(steps))
 
 
 def reduce_serial(n: int) -> Schedule:
     """Everyone sends to rank 0, one after the other: n−1 steps, and the root receives and adds n−1 vectors."""
     _check(n)
-    steps = tuple(Step("reduce at the root", (Transfer(r, 0, 0, 1, reduce=True),)) for r in range(1, n))
+    steps = tuple(ScheduleStep("reduce at the root", (Transfer(r, 0, 0, 1, reduce=True),)) for r in range(1, n))
     return Schedule("reduce-serial", n, 1, steps, root=0)
 
 
@@ -290,10 +292,10 @@ def simulate(schedule: Schedule) -> Iterator[State]:
         yield state
 
 
-def _up(n: int) -> tuple[Step, ...]:
+def _up(n: int) -> tuple[ScheduleStep, ...]:
     rounds = [1 << k for k in range(ceil_log2(n))]
     return tuple(
-        Step("reduce up", tuple(Transfer(r, r - bit, 0, 1, reduce=True) for r in range(bit, n, 2 * bit)))
+        ScheduleStep("reduce up", tuple(Transfer(r, r - bit, 0, 1, reduce=True) for r in range(bit, n, 2 * bit)))
         for bit in rounds
     )
 

@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..transport import Registered, Transport
+from ..transport import RegisteredBuffer, Transport
 from ..transport.base import REDUCED
 from .reduction import Operation
 from .schedule import bounds
 
 if TYPE_CHECKING:
-    from .base import Group
+    from .group import Group
 
 SLOT_BYTES = 1 << 20
 BLOCK_BYTES = 256 << 10  # what is reduced in one go when there are more than two parts: it stays in the cache
@@ -44,17 +44,17 @@ WHOLE_BYTES = 512 << 10  # all parts together, up to which everybody reduces eve
 Parts = list[torch.Tensor]
 
 
-class Staging:
+class StagingSlots:
     """The two slots of every rank, with the views into them that calls of one size use again and again."""
 
-    def __init__(self, registered: Registered) -> None:
+    def __init__(self, registered: RegisteredBuffer) -> None:
         self.registered = registered
         self._wholes: dict[tuple[torch.dtype, int], tuple[Parts, Parts]] = {}
         self._shares: dict[tuple[torch.dtype, int], tuple[list[Parts], list[Parts]]] = {}
         self._chunks: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
 
     @classmethod
-    def open(cls, transport: Transport) -> Staging:
+    def open(cls, transport: Transport) -> StagingSlots:
         """Collective."""
         return cls(transport.buffer("staging", 2 * SLOT_BYTES, torch.uint8))
 
@@ -113,7 +113,7 @@ def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
         _shares(group, staging, count, views[index * group.size : (index + 1) * group.size], operation)
 
 
-def _whole(group: Group, staging: Staging, flat: torch.Tensor, operation: Operation) -> None:
+def _whole(group: Group, staging: StagingSlots, flat: torch.Tensor, operation: Operation) -> None:
     registered = staging.registered
     turn = registered.turn
     registered.turn = turn + 1
@@ -123,7 +123,9 @@ def _whole(group: Group, staging: Staging, flat: torch.Tensor, operation: Operat
     operation.reduce(parts, flat)
 
 
-def _shares(group: Group, staging: Staging, count: int, chunk: Sequence[torch.Tensor], operation: Operation) -> None:
+def _shares(
+    group: Group, staging: StagingSlots, count: int, chunk: Sequence[torch.Tensor], operation: Operation
+) -> None:
     """`chunk` is the chunk's shares, in order of rank."""
     registered, me = staging.registered, group.rank
     turn = registered.turn
@@ -176,7 +178,7 @@ def broadcast(group: Group, flat: torch.Tensor) -> None:
             group.meet(registered, turn)
 
 
-def _through_slots(staging: Staging, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+def _through_slots(staging: StagingSlots, flat: torch.Tensor) -> Sequence[torch.Tensor]:
     """The chunks that fit into a slot; an empty vector is one empty chunk, so that its ranks meet too."""
     counts, _ = staging.chunks(flat.numel(), flat.element_size())
     return flat.split(counts) if counts else (flat,)
@@ -191,7 +193,7 @@ class _Views:
     blocks: list[tuple[Parts, torch.Tensor]]
 
 
-def reduce_registered(group: Group, registered: Registered, operation: Operation, numel: int) -> torch.Tensor:
+def reduce_registered(group: Group, registered: RegisteredBuffer, operation: Operation, numel: int) -> torch.Tensor:
     """Reduces the first `numel` elements of everybody's part, each rank its share in its own; returns the whole."""
     views = getattr(registered, "views", None)
     if views is None or views.numel != numel:
@@ -207,7 +209,7 @@ def reduce_registered(group: Group, registered: Registered, operation: Operation
     return views.result
 
 
-def _cut(group: Group, registered: Registered, numel: int) -> _Views:
+def _cut(group: Group, registered: RegisteredBuffer, numel: int) -> _Views:
     start, stop = (min(numel, edge) for edge in registered.shares[group.rank])
     # Two parts are read once each, so one pass over them is best; with more, the running sum must stay in the cache.
     step = BLOCK_BYTES // registered.mine.element_size() if group.size > 2 else max(1, stop - start)

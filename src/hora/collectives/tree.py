@@ -18,7 +18,7 @@ import torch
 from .reduction import Operation
 
 if TYPE_CHECKING:
-    from .base import Group
+    from .group import Group
 
 
 def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:

@@ -9,11 +9,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from .. import handshake
 from ..errors import HoraError, Unauthorized
-from . import lifeline
-from .control import Control
-from .messages import AnyRequest, Frames, decode_answer, frame
+from ..net import handshake, keepalive
+from .control import CoordinatorLine
+from .messages import AnyRequest, FrameReader, decode_answer, frame
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ def dial(
             time.sleep(0.05)
 
 
-class Client(Control):
+class CoordinatorClient(CoordinatorLine):
     """One connection, one reading thread. `on_lost(reason)` is called once if the line breaks before `close`."""
 
     def __init__(
@@ -66,7 +65,7 @@ class Client(Control):
         self.address = address
         self.on_lost = on_lost
         self._sock = dial(address, token, PURPOSE, timeout_s)
-        lifeline.attach(self._sock)
+        keepalive.attach(self._sock)
         self._writing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._read, name="hora-control", daemon=True)
@@ -78,17 +77,17 @@ class Client(Control):
             with self._writing:
                 self._sock.sendall(data)
         except OSError as problem:
-            raise self._lost(lifeline.silence(problem) or str(problem)) from None
+            raise self._lost(keepalive.silence(problem) or str(problem)) from None
 
     def _read(self) -> None:
-        frames = Frames()
+        frames = FrameReader()
         reason = "closed by the other end"
         try:
             while data := self._sock.recv(1 << 16):
                 for body in frames.feed(data):
                     self._receive(decode_answer(body))
         except (OSError, ValueError) as problem:
-            reason = lifeline.silence(problem) or str(problem)
+            reason = keepalive.silence(problem) or str(problem)
         self._break(reason)
         if not self._closed and self.on_lost:
             self.on_lost(reason)

@@ -16,21 +16,21 @@ from ..errors import HoraError, PeerLost, Timeout
 from .messages import (
     AnyRequest,
     BeginBlock,
+    BlockGrant,
+    CoordinatorEvent,
+    CoordinatorReply,
     DoneBlocks,
-    Event,
     Fail,
     Get,
-    Grant,
     Join,
     Lease,
     Leave,
+    ListMembers,
     Member,
     Put,
     Release,
-    Reply,
     Report,
     Reserve,
-    Roll,
     ShowData,
     Stop,
     TakeBlock,
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 ANSWER_S = 30.0
 SLOW_S = 10.0  # after this long a wait is said aloud
 MAX_EARLY = 1000  # events kept for a handler that is still to come
-Handler = Callable[[Event], None]
+Handler = Callable[[CoordinatorEvent], None]
 
 
-class Control(abc.ABC):
+class CoordinatorLine(abc.ABC):
     """Every verb is thread-safe. Those that wait have a deadline; `tell`, `fail` and `stop` do not wait.
 
     Handlers given to `listen` are called on the line's own thread, in the order of events: they must not block and must
@@ -56,9 +56,9 @@ class Control(abc.ABC):
     def __init__(self) -> None:
         self.hosted_by: Member | None = None
         self._handlers: list[Handler] = []
-        self._early: collections.deque[Event] = collections.deque(maxlen=MAX_EARLY)
+        self._early: collections.deque[CoordinatorEvent] = collections.deque(maxlen=MAX_EARLY)
         self._hearing = threading.Lock()
-        self._answers: dict[int, Reply | None] = {}
+        self._answers: dict[int, CoordinatorReply | None] = {}
         self._next_id = 1
         self._news = threading.Condition()
         self._broken: str | None = None
@@ -67,7 +67,7 @@ class Control(abc.ABC):
 
     def join(
         self, member: Member, versions: str = "", timeout_s: float = 300.0, size: int = 0, servers: int = 0
-    ) -> Reply:
+    ) -> CoordinatorReply:
         """Blocks until all workers and servers are there; the reply holds the members and the generation.
 
         With the run's `size` and `servers` those that are missing are named, after `SLOW_S` and when it fails.
@@ -86,7 +86,7 @@ class Control(abc.ABC):
 
     def roll(self) -> tuple[Member, ...]:
         """Who is there now."""
-        return self._ask(Roll(), ANSWER_S, "the roll call").members
+        return self._ask(ListMembers(), ANSWER_S, "the roll call").members
 
     def reserve(self, count: int, timeout_s: float = 300.0) -> int:
         """The first of `count` ranks for workers that will join the run; blocks until the run has formed."""
@@ -117,10 +117,10 @@ class Control(abc.ABC):
     def release(self, name: str) -> None:
         self._ask(Release(name=name), ANSWER_S, f"the release of {name!r}")
 
-    def take_block(self, request: TakeBlock) -> Grant:
+    def take_block(self, request: TakeBlock) -> BlockGrant:
         """The next block of samples for this worker; "wait" is an answer too, so this returns at once."""
         reply = self._ask(request, ANSWER_S, f"a block of epoch {request.epoch}")
-        return msgspec.msgpack.decode(reply.value, type=Grant)
+        return msgspec.msgpack.decode(reply.value, type=BlockGrant)
 
     def begin_block(self, request: BeginBlock) -> bool:
         """Whether a block that was taken ahead is still this worker's; then it stays so."""
@@ -179,7 +179,7 @@ class Control(abc.ABC):
         if self._broken is not None and self.hosted_by is not None:
             raise self._lost(self._broken)
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: CoordinatorEvent) -> None:
         """As if the coordinator had told it: for what is known without it."""
         self._receive(event)
 
@@ -199,7 +199,7 @@ class Control(abc.ABC):
         what: str | Callable[[], str],
         who: str = "this member",
         check: Callable[[], None] | None = None,
-    ) -> Reply:
+    ) -> CoordinatorReply:
         """Sends the request and waits for its answer. `what` says what is missing; it is asked only when that shows."""
         started = time.monotonic()
         next_word = SLOW_S
@@ -242,8 +242,8 @@ class Control(abc.ABC):
         words = f"lost {host}, in whose process the coordinator was: {self._broken or reason}"
         return PeerLost(words, (host.rank,), echo=True)
 
-    def _receive(self, answer: Reply | Event) -> None:
-        if isinstance(answer, Reply):
+    def _receive(self, answer: CoordinatorReply | CoordinatorEvent) -> None:
+        if isinstance(answer, CoordinatorReply):
             with self._news:
                 if answer.id in self._answers:
                     self._answers[answer.id] = answer
@@ -257,7 +257,7 @@ class Control(abc.ABC):
         with self._news:
             self._news.notify_all()  # for the checks of those who wait
 
-    def _hand(self, event: Event, handlers: list[Handler]) -> None:
+    def _hand(self, event: CoordinatorEvent, handlers: list[Handler]) -> None:
         for handler in handlers:
             try:
                 handler(event)

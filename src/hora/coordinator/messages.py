@@ -27,13 +27,13 @@ class Member(msgspec.Struct, frozen=True):
         return f"{who} (host {self.host}, pid {self.pid})"
 
 
-class Request(msgspec.Struct, tag_field="do", kw_only=True):
+class CoordinatorRequest(msgspec.Struct, tag_field="do", kw_only=True):
     """From a member; `id` comes back in the reply. An id of 0 asks for none."""
 
     id: int = 0
 
 
-class Join(Request, tag="join"):
+class Join(CoordinatorRequest, tag="join"):
     """Answered once all workers and servers of the run are there, with the members: workers, then servers, by rank.
 
     A predictor (that role) is answered then too, but not waited for, and nobody hears of it. A visitor (that role) is
@@ -45,11 +45,11 @@ class Join(Request, tag="join"):
     versions: str = ""
 
 
-class Roll(Request, tag="roll"):
+class ListMembers(CoordinatorRequest, tag="roll"):
     """Who is there so far: answered at once with the members that have joined."""
 
 
-class Reserve(Request, tag="reserve"):
+class Reserve(CoordinatorRequest, tag="reserve"):
     """Asks for `count` ranks that nobody has had, for workers that will join; answered with the first, in decimal.
 
     Before the run has formed the answer waits for that.
@@ -58,40 +58,40 @@ class Reserve(Request, tag="reserve"):
     count: int
 
 
-class Leave(Request, tag="leave"):
+class Leave(CoordinatorRequest, tag="leave"):
     """This member has finished well: others that still wait for it are told so."""
 
 
-class Fail(Request, tag="fail"):
+class Fail(CoordinatorRequest, tag="fail"):
     """This member is about to die, and this is why."""
 
     reason: str
 
 
-class Put(Request, tag="put"):
+class Put(CoordinatorRequest, tag="put"):
     key: str
     value: bytes
 
 
-class Get(Request, tag="get"):
+class Get(CoordinatorRequest, tag="get"):
     """Answered with the value, when there is one: at once, or, with `wait`, after a member has put it."""
 
     key: str
     wait: bool = True
 
 
-class Lease(Request, tag="lease"):
+class Lease(CoordinatorRequest, tag="lease"):
     """Asks for `name` for `seconds`; the holder asks again to keep it. Answered with whether it is now held."""
 
     name: str
     seconds: float
 
 
-class Release(Request, tag="release"):
+class Release(CoordinatorRequest, tag="release"):
     name: str
 
 
-class Tell(Request, tag="tell"):
+class Tell(CoordinatorRequest, tag="tell"):
     """A word to other ranks of the same role (all of them if `to` is empty), delivered as an event."""
 
     topic: str
@@ -99,19 +99,19 @@ class Tell(Request, tag="tell"):
     to: tuple[int, ...] = ()
 
 
-class Stop(Request, tag="stop"):
+class Stop(CoordinatorRequest, tag="stop"):
     """Everybody stops; the first reason counts."""
 
     reason: str
 
 
-class Report(Request, tag="report"):
+class Report(CoordinatorRequest, tag="report"):
     """What a member tells of itself to whoever watches the run (watch/report.py). The coordinator does not read it."""
 
     body: bytes
 
 
-class TakeBlock(Request, tag="take"):
+class TakeBlock(CoordinatorRequest, tag="take"):
     """The next block of samples of a loader's epoch (book.py), and those finished since. Answered with a Grant.
 
     Blocks are named (epoch, loop, block): `loop` counts the loops over the loader in one epoch. `before`: by epoch, the
@@ -129,7 +129,7 @@ class TakeBlock(Request, tag="take"):
     last: bool = True
 
 
-class BeginBlock(Request, tag="begin"):
+class BeginBlock(CoordinatorRequest, tag="begin"):
     """A block that was taken ahead comes to the user's code. Answered with whether it is still this worker's."""
 
     loader: int
@@ -139,7 +139,7 @@ class BeginBlock(Request, tag="begin"):
     done: tuple[tuple[int, int, int], ...] = ()
 
 
-class DoneBlocks(Request, tag="done"):
+class DoneBlocks(CoordinatorRequest, tag="done"):
     """Blocks are done; with `release` this worker gives back what else it took from the loader."""
 
     loader: int
@@ -147,13 +147,13 @@ class DoneBlocks(Request, tag="done"):
     release: bool = False
 
 
-class ShowData(Request, tag="data"):
+class ShowData(CoordinatorRequest, tag="data"):
     """Answered with the views of all loaders, or with one loader's account."""
 
     loader: int | None = None
 
 
-class Grant(msgspec.Struct, frozen=True, kw_only=True):
+class BlockGrant(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to TakeBlock: a "block", and how its epoch is cut; "end": none is left; "wait": for these holders."""
 
     kind: str
@@ -164,7 +164,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     holders: tuple[int, ...] = ()
 
 
-class Reply(msgspec.Struct, tag_field="do", tag="reply", kw_only=True):
+class CoordinatorReply(msgspec.Struct, tag_field="do", tag="reply", kw_only=True):
     id: int
     value: bytes = b""
     members: tuple[Member, ...] = ()
@@ -172,7 +172,7 @@ class Reply(msgspec.Struct, tag_field="do", tag="reply", kw_only=True):
     error: str = ""
 
 
-class Event(msgspec.Struct, tag_field="do", tag="event", kw_only=True):
+class CoordinatorEvent(msgspec.Struct, tag_field="do", tag="event", kw_only=True):
     """What happened, pushed to every member: formed, joined, left, died, stop, told, expired.
 
     `failed`: who died has told why itself, by an exception of its script."""
@@ -187,8 +187,10 @@ class Event(msgspec.Struct, tag_field="do", tag="event", kw_only=True):
 
 
 AboutData = TakeBlock | BeginBlock | DoneBlocks | ShowData
-AnyRequest = Join | Roll | Reserve | Leave | Fail | Put | Get | Lease | Release | Tell | Stop | Report | AboutData
-AnyAnswer = Reply | Event
+AnyRequest = (
+    Join | ListMembers | Reserve | Leave | Fail | Put | Get | Lease | Release | Tell | Stop | Report | AboutData
+)
+AnyAnswer = CoordinatorReply | CoordinatorEvent
 
 _encoder = msgspec.msgpack.Encoder()
 decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
@@ -202,7 +204,7 @@ def frame(message: AnyRequest | AnyAnswer) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-class Frames:
+class FrameReader:
     """Cuts a stream of bytes into frame bodies; a length over the limit raises ValueError before anything is kept."""
 
     def __init__(self) -> None:

@@ -15,11 +15,11 @@ import time
 
 import msgspec
 
-from ..handshake import Listener
-from . import lifeline
-from .book import describe
+from ..net import keepalive
+from ..net.handshake import AuthenticatedListener
 from .client import PURPOSE
-from .messages import Frames, decode_request, frame
+from .lease_manager import describe
+from .messages import FrameReader, decode_request, frame
 from .state import Coordinator, Out
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,11 @@ class _Connection:
     def __init__(self, number: int, sock: socket.socket) -> None:
         self.number = number
         self.sock = sock
-        self.frames = Frames()
+        self.frames = FrameReader()
         self.backlog = bytearray()
 
 
-class Service:
+class CoordinatorService:
     """Runs in the launcher's process, or in rank 0's under an adopted launcher. All methods are thread-safe."""
 
     def __init__(
@@ -57,20 +57,20 @@ class Service:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        self._listener: Listener | None = None
-        self._further: list[Listener] = []
+        self._listener: AuthenticatedListener | None = None
+        self._further: list[AuthenticatedListener] = []
         self._thread = threading.Thread(target=self._loop, name="hora-coordinator", daemon=True)
         self._closed = False
 
     def start(self) -> None:
-        self._listener = Listener(self._listening, self._token, PURPOSE, self._welcome)
+        self._listener = AuthenticatedListener(self._listening, self._token, PURPOSE, self._welcome)
         self._thread.start()
 
     def listen(self, bind: str) -> int:
         """Listens at another address too, for members that come by another road; the port there."""
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         sock = socket.create_server((bind, 0), family=family, backlog=256)
-        self._further.append(Listener(sock, self._token, PURPOSE, self._welcome))
+        self._further.append(AuthenticatedListener(sock, self._token, PURPOSE, self._welcome))
         port: int = sock.getsockname()[1]
         return port
 
@@ -162,7 +162,7 @@ class Service:
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            lifeline.attach(sock)
+            keepalive.attach(sock)
         with self._order:
             if self._closed:
                 sock.close()
@@ -201,7 +201,7 @@ class Service:
         except BlockingIOError:
             return
         except OSError as problem:
-            self._drop(connection, str(problem), lifeline.silence(problem))
+            self._drop(connection, str(problem), keepalive.silence(problem))
             return
         if not data:
             self._drop(connection, "closed")

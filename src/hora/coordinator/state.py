@@ -12,7 +12,7 @@ import dataclasses
 import math
 from typing import Protocol
 
-from .book import Book
+from .lease_manager import LeaseManager
 from .messages import (
     MAX_NAME_CHARS,
     MAX_REPORT_BYTES,
@@ -21,19 +21,19 @@ from .messages import (
     AboutData,
     AnyAnswer,
     AnyRequest,
-    Event,
+    CoordinatorEvent,
+    CoordinatorReply,
     Fail,
     Get,
     Join,
     Lease,
     Leave,
+    ListMembers,
     Member,
     Put,
     Release,
-    Reply,
     Report,
     Reserve,
-    Roll,
     ShowData,
     Stop,
     Tell,
@@ -52,7 +52,7 @@ Key = tuple[str, int]
 
 
 @dataclasses.dataclass
-class _Seat:
+class _MemberState:
     """One member's place: `connection` is None once it is gone, `lost_at` when its connection broke without a word, and
     `why` how it ended, as far as that is known. `versions`: what it runs on, by name."""
 
@@ -70,13 +70,13 @@ class _Loan:
     until: float
 
 
-class Witness(Protocol):
+class CoordinatorObserver(Protocol):
     """Who watches the run. It is told and asked nothing, and must not block."""
 
     def hear(self, member: Member, body: bytes) -> None:
         """A member reports."""
 
-    def see(self, event: Event) -> None:
+    def see(self, event: CoordinatorEvent) -> None:
         """A member joined, left or died, or asked everybody to stop."""
 
 
@@ -92,9 +92,9 @@ class Coordinator:
         self.generation = 0
         self.stop_reason: str | None = None
         self.failures: list[tuple[Key, str]] = []  # who said that it fails, and why, in that order
-        self.book = Book()
-        self.witness: Witness | None = None
-        self._seats: dict[Key, _Seat] = {}
+        self.book = LeaseManager()
+        self.witness: CoordinatorObserver | None = None
+        self._seats: dict[Key, _MemberState] = {}
         self._by_connection: dict[int, Key] = {}
         self._visitors: set[int] = set()
         self._next_rank = size
@@ -134,7 +134,7 @@ class Coordinator:
             return self._join(connection, request)
         key = self._by_connection.get(connection)
         if key is None and connection not in self._visitors:
-            return [(connection, Reply(id=request.id, error="join first"))]
+            return [(connection, CoordinatorReply(id=request.id, error="join first"))]
         if isinstance(request, Put | Get | Lease | Release | Tell) and len(_name(request)) > MAX_NAME_CHARS:
             return self._answer(connection, request, error=f"a name may have {MAX_NAME_CHARS} characters at most")
         if isinstance(request, AboutData):
@@ -145,7 +145,7 @@ class Coordinator:
             if self.witness is not None and len(request.body) <= MAX_REPORT_BYTES:
                 self.witness.hear(self._seats[key].member, request.body)
             return self._answer(connection, request)
-        if isinstance(request, Roll):
+        if isinstance(request, ListMembers):
             return self._roll(connection, request)
         if isinstance(request, Reserve):
             return self._reserve(connection, request)
@@ -193,14 +193,14 @@ class Coordinator:
         """Whoever watches the processes saw one end badly. Also before it has joined: then nobody waits in vain."""
         key = (role, rank)
         if key not in self._seats:
-            self._seats[key] = _Seat(Member(role, rank, "?", 0), None)
+            self._seats[key] = _MemberState(Member(role, rank, "?", 0), None)
         return self._depart(key, "died", reason)
 
     def ended(self, role: str, rank: int) -> Out:
         """Whoever watches the processes saw one end well."""
         key = (role, rank)
         if key not in self._seats:
-            self._seats[key] = _Seat(Member(role, rank, "?", 0), None)
+            self._seats[key] = _MemberState(Member(role, rank, "?", 0), None)
         return self._depart(key, "left", "its script ended")
 
     def tick(self, now: float) -> Out:
@@ -222,22 +222,26 @@ class Coordinator:
         key = (member.role, member.rank)
         problem = self._objection(connection, request)
         if problem:
-            return [(connection, Reply(id=request.id, error=problem))]
+            return [(connection, CoordinatorReply(id=request.id, error=problem))]
         versions = _versions(request.versions)
         problem = self._difference(member, versions)
         if problem:
             return self._refuse(connection, request, problem)
         if member.role == VISITOR:
             self._visitors.add(connection)
-            return [(connection, Reply(id=request.id, members=tuple(self.alive), generation=self.generation))]
+            return [
+                (connection, CoordinatorReply(id=request.id, members=tuple(self.alive), generation=self.generation))
+            ]
         out: Out = []
         again = key in self._seats
         if again:  # a process that was given up is fenced: what it still sends is not this member's
             self._by_connection = {c: k for c, k in self._by_connection.items() if k != key}
-        self._seats[key] = _Seat(member, connection, versions=versions)
+        self._seats[key] = _MemberState(member, connection, versions=versions)
         self._by_connection[connection] = key
         if self.generation and member.role not in COUNTED:
-            return [(connection, Reply(id=request.id, members=tuple(self.alive), generation=self.generation))]
+            return [
+                (connection, CoordinatorReply(id=request.id, members=tuple(self.alive), generation=self.generation))
+            ]
         if self.generation:
             self.generation += 1
             out += self._to_all(self._event("joined", key=key, text="again" if again else ""))
@@ -293,16 +297,16 @@ class Coordinator:
 
     def _refuse(self, connection: int, request: Join, problem: str) -> Out:
         """This member cannot take part, and before the run has formed nobody else can without it."""
-        out: Out = [(connection, Reply(id=request.id, error=problem))]
+        out: Out = [(connection, CoordinatorReply(id=request.id, error=problem))]
         if not self.generation and request.member.role in COUNTED:
             key = (request.member.role, request.member.rank)
-            self._seats[key] = _Seat(request.member, None)
+            self._seats[key] = _MemberState(request.member, None)
             out += self._depart(key, "died", problem)
         return out
 
     def _guide(self, connection: int, request: AnyRequest) -> Out:
         """What a visitor may ask: who is there, what is known, and places for workers that it will start."""
-        if isinstance(request, Roll):
+        if isinstance(request, ListMembers):
             return self._roll(connection, request)
         if isinstance(request, Reserve):
             return self._reserve(connection, request)
@@ -312,8 +316,8 @@ class Coordinator:
             return self.disconnected(connection, 0.0) + self._answer(connection, request)
         return self._answer(connection, request, error="a visitor may look and change nothing")
 
-    def _roll(self, connection: int, request: Roll) -> Out:
-        return [(connection, Reply(id=request.id, members=tuple(self.alive), generation=self.generation))]
+    def _roll(self, connection: int, request: ListMembers) -> Out:
+        return [(connection, CoordinatorReply(id=request.id, members=tuple(self.alive), generation=self.generation))]
 
     def _reserve(self, connection: int, request: Reserve) -> Out:
         if not 1 <= request.count <= MAX_JOINERS:
@@ -327,11 +331,11 @@ class Coordinator:
             return self._answer(connection, request, error="the run is over: no worker is left in it")
         first = self._next_rank
         self._next_rank += request.count
-        return [(connection, Reply(id=request.id, value=str(first).encode(), generation=self.generation))]
+        return [(connection, CoordinatorReply(id=request.id, value=str(first).encode(), generation=self.generation))]
 
     def _welcome(self) -> Out:
         members = tuple(self.alive)
-        out: Out = [(c, Reply(id=i, members=members, generation=self.generation)) for c, i in self._joining]
+        out: Out = [(c, CoordinatorReply(id=i, members=members, generation=self.generation)) for c, i in self._joining]
         self._joining = []
         return out
 
@@ -356,7 +360,7 @@ class Coordinator:
         if not self.generation:
             error = f"{seat.member} has ended before the run was complete: {reason}"
             waiting = self._joining + [(c, asked.id) for c, asked in self._reserving]
-            out += [(c, Reply(id=i, error=error)) for c, i in waiting if c != seat.connection]
+            out += [(c, CoordinatorReply(id=i, error=error)) for c, i in waiting if c != seat.connection]
             self._joining, self._reserving = [], []
         return out
 
@@ -366,12 +370,12 @@ class Coordinator:
         if len(self._values) >= MAX_KEYS and request.key not in self._values:
             return self._answer(connection, request, error=f"there are {MAX_KEYS} keys already")
         self._values[request.key] = request.value
-        out: Out = [(c, Reply(id=i, value=request.value)) for c, i in self._waiting.pop(request.key, [])]
+        out: Out = [(c, CoordinatorReply(id=i, value=request.value)) for c, i in self._waiting.pop(request.key, [])]
         return out + self._answer(connection, request)
 
     def _get(self, connection: int, request: Get) -> Out:
         if request.key in self._values:
-            return [(connection, Reply(id=request.id, value=self._values[request.key]))]
+            return [(connection, CoordinatorReply(id=request.id, value=self._values[request.key]))]
         if not request.wait:
             return self._answer(connection, request, error=f"there is nothing under {request.key!r}")
         self._waiting.setdefault(request.key, []).append((connection, request.id))
@@ -386,8 +390,8 @@ class Coordinator:
         loan = self._loans.get(request.name)
         if loan is None or loan.holder == key or now >= loan.until:
             self._loans[request.name] = _Loan(key, now + request.seconds)
-            return [(connection, Reply(id=request.id, value=b"held"))]
-        return [(connection, Reply(id=request.id, value=b""))]
+            return [(connection, CoordinatorReply(id=request.id, value=b"held"))]
+        return [(connection, CoordinatorReply(id=request.id, value=b""))]
 
     def _tell(self, connection: int, key: Key, request: Tell) -> Out:
         if len(request.body) > MAX_VALUE_BYTES:
@@ -422,16 +426,20 @@ class Coordinator:
     # -- answers -------------------------------------------------------------------------------------------------
 
     def _answer(self, connection: int, request: AnyRequest, error: str = "") -> Out:
-        return [(connection, Reply(id=request.id, error=error))] if request.id or error else []
+        return [(connection, CoordinatorReply(id=request.id, error=error))] if request.id or error else []
 
-    def _event(self, kind: str, key: Key | None = None, text: str = "", topic: str = "", body: bytes = b"") -> Event:
+    def _event(
+        self, kind: str, key: Key | None = None, text: str = "", topic: str = "", body: bytes = b""
+    ) -> CoordinatorEvent:
         member = self._seats[key].member if key else None
-        event = Event(kind=kind, generation=self.generation, member=member, text=text, topic=topic, body=body)
+        event = CoordinatorEvent(
+            kind=kind, generation=self.generation, member=member, text=text, topic=topic, body=body
+        )
         if self.witness is not None and kind in WITNESSED:
             self.witness.see(event)
         return event
 
-    def _to_all(self, event: Event, but: int | None = None) -> Out:
+    def _to_all(self, event: CoordinatorEvent, but: int | None = None) -> Out:
         return [
             (seat.connection, event)
             for seat in self._seats.values()

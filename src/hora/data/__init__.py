@@ -1,7 +1,19 @@
 """Data: who computes which samples."""
 
-from .desk import Desk, Lender
-from .ledger import Block, Dealt, Leased, Ledger, Portion, View
-from .loader import Seat, Shard, shard
+from .ledger import BatchSlice, Dealt, Leased, LeasedBlock, Ledger, LedgerView
+from .loader import LoaderCallbacks, Shard, shard
+from .service import DataService, LeaseClient
 
-__all__ = ["Block", "Dealt", "Desk", "Leased", "Ledger", "Lender", "Portion", "Seat", "Shard", "View", "shard"]
+__all__ = [
+    "BatchSlice",
+    "DataService",
+    "Dealt",
+    "LeaseClient",
+    "Leased",
+    "LeasedBlock",
+    "Ledger",
+    "LedgerView",
+    "LoaderCallbacks",
+    "Shard",
+    "shard",
+]

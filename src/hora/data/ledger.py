@@ -31,7 +31,7 @@ import torch
 from ..errors import HoraError, Timeout
 
 if TYPE_CHECKING:
-    from .desk import Lender, Name
+    from .service import LeaseClient, Name
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ SLOW_S = 10.0  # after this long a wait is said aloud
 
 
 @dataclasses.dataclass(frozen=True)
-class Portion:
+class BatchSlice:
     """This worker's part of one global batch: samples [start + offset, start + offset + mine) of the epoch's order."""
 
     batch: int  # which global batch of the epoch
@@ -51,7 +51,7 @@ class Portion:
     size: int  # among how many workers it is divided
 
     @classmethod
-    def deal(cls, batch: int, start: int, total: int, rank: int, size: int) -> Portion:
+    def deal(cls, batch: int, start: int, total: int, rank: int, size: int) -> BatchSlice:
         """Evenly and contiguously, in order of rank: the first `total % size` ranks have one sample more."""
         share, more = divmod(total, size)
         return cls(batch, start, share + (rank < more), total, rank * share + min(rank, more), size)
@@ -73,7 +73,7 @@ class Portion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block(Portion):
+class LeasedBlock(BatchSlice):
     """A block that this worker has leased: a batch of its own, which it shares with nobody."""
 
     epoch: int
@@ -86,7 +86,7 @@ class Block(Portion):
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
+class LedgerView:
     """A ledger at one moment: of all workers, and what this one holds. Made to be printed.
 
     Every batch is done, leased (taken, its step not over) or pending. `num_pending` and `num_samples` are None for a
@@ -100,7 +100,7 @@ class View:
     num_pending: int | None
     samples_done: int
     num_samples: int | None
-    held: tuple[Portion, ...]
+    held: tuple[BatchSlice, ...]
 
     def __str__(self) -> str:
         if self.num_pending is None:
@@ -128,17 +128,17 @@ class Ledger(abc.ABC):
     """
 
     @abc.abstractmethod
-    def take(self) -> Portion | None:
+    def take(self) -> BatchSlice | None:
         """The next part for this worker, None at the end of the epoch. May be called ahead of time, by prefetching.
 
         May block: to read a stream, or to ask for a lease."""
 
-    def begin(self, portion: Portion) -> bool:
+    def begin(self, portion: BatchSlice) -> bool:
         """Its batch is about to be handed to the user's code; False if another worker has taken it over: skip it."""
         return True
 
     @abc.abstractmethod
-    def done(self, portion: Portion) -> None:
+    def done(self, portion: BatchSlice) -> None:
         """The step of a portion that was taken is over. Saying so again changes nothing."""
 
     @abc.abstractmethod
@@ -146,7 +146,7 @@ class Ledger(abc.ABC):
         """This worker takes no more: what it took and did not do is pending again."""
 
     @abc.abstractmethod
-    def view(self) -> View:
+    def view(self) -> LedgerView:
         """Where the epoch stands."""
 
 
@@ -158,23 +158,23 @@ class _Lockstep(Ledger):
         self._size = size
         self._next = begin
         self._start = start
-        self._held: dict[int, Portion] = {}
+        self._held: dict[int, BatchSlice] = {}
 
     @abc.abstractmethod
     def _total(self) -> int | None:
         """How many samples the next global batch has; None if there is none."""
 
-    def take(self) -> Portion | None:
+    def take(self) -> BatchSlice | None:
         total = self._total()
         if total is None:
             return None
-        portion = Portion.deal(self._next, self._start, total, self._rank, self._size)
+        portion = BatchSlice.deal(self._next, self._start, total, self._rank, self._size)
         self._held[portion.batch] = portion
         self._next += 1
         self._start += total
         return portion
 
-    def done(self, portion: Portion) -> None:
+    def done(self, portion: BatchSlice) -> None:
         self._held.pop(portion.batch, None)
 
     def release(self) -> None:
@@ -183,9 +183,9 @@ class _Lockstep(Ledger):
             self._next, self._start = first.batch, first.start
             self._held.clear()
 
-    def _view(self, num_batches: int | None, num_samples: int | None) -> View:
+    def _view(self, num_batches: int | None, num_samples: int | None) -> LedgerView:
         held = tuple(self._held.values())
-        return View(
+        return LedgerView(
             rank=self._rank,
             size=self._size,
             num_done=self._next - len(held),
@@ -228,7 +228,7 @@ class Dealt(_Lockstep):
     def _total(self) -> int | None:
         return min(self._global_batch, self.num_samples - self._start) or None
 
-    def view(self) -> View:
+    def view(self) -> LedgerView:
         return self._view(self.num_batches, self.num_samples)
 
 
@@ -260,7 +260,7 @@ class Streamed(_Lockstep):
         super().release()
         self._totals = iter(())  # lets go of the reader, and of its process
 
-    def view(self) -> View:
+    def view(self) -> LedgerView:
         return self._view(None, None)
 
 
@@ -278,7 +278,7 @@ class Leased(Ledger):
 
     def __init__(
         self,
-        lender: Lender,
+        lender: LeaseClient,
         num_samples: int,
         block_samples: int,
         *,
@@ -299,7 +299,7 @@ class Leased(Ledger):
         self._size = size
         self._before = [(each, self._blocks(each, samples)) for each, samples in sorted((before or {}).items())]
         self._stopped = stopped
-        self._held: dict[Name, Block] = {}
+        self._held: dict[Name, LeasedBlock] = {}
         self._unsaid: list[Name] = []  # blocks that are done, which the coordinator does not know yet
         self._ahead: set[Name] = set()
         self._inside = False
@@ -319,21 +319,21 @@ class Leased(Ledger):
             found.append((-(-start // size), last))
         return tuple((start, end) for start, end in found if start < end)
 
-    def take(self) -> Block | None:
+    def take(self) -> LeasedBlock | None:
         got = self._ask(ahead=False)
-        if got and not isinstance(got, Block):
+        if got and not isinstance(got, LeasedBlock):
             self._lender.idle(True)
             try:
                 got = self._wait(got)
             finally:
                 self._lender.idle(False)
-        if isinstance(got, Block):
+        if isinstance(got, LeasedBlock):
             return got
         self.over = not got
         self._inside = not self.over
         return None
 
-    def _wait(self, holders: tuple[int, ...]) -> Block | tuple[int, ...]:
+    def _wait(self, holders: tuple[int, ...]) -> LeasedBlock | tuple[int, ...]:
         """Asks again until a block comes back, or nothing is left to wait for, or the run stops."""
         started, next_word = time.monotonic(), SLOW_S
         while not self._stopped():
@@ -349,20 +349,20 @@ class Leased(Ledger):
                 next_word *= 2
             time.sleep(POLL_S)
             got = self._ask(ahead=False)
-            if isinstance(got, Block) or not got:
+            if isinstance(got, LeasedBlock) or not got:
                 return got
             holders = got
         return holders
 
-    def take_ahead(self) -> Block | None:
+    def take_ahead(self) -> LeasedBlock | None:
         """A block to be begun later; None if there is none for now. Never waits for others."""
         block = self._ask(ahead=True)
-        if not isinstance(block, Block):
+        if not isinstance(block, LeasedBlock):
             return None
         self._ahead.add(block.name)
         return block
 
-    def _ask(self, ahead: bool) -> Block | tuple[int, ...]:
+    def _ask(self, ahead: bool) -> LeasedBlock | tuple[int, ...]:
         """A block; or the ranks whose blocks are to be waited for, none of them at the end."""
         self._inside = True
         grant = self._lender.take(self._epoch, self._loop, self._cut, self._unsaid, self._before, ahead)
@@ -373,12 +373,12 @@ class Leased(Ledger):
         num_samples, size, _ = grant.cut
         start = grant.block * size
         total = min(size, num_samples - start)
-        block = Block(grant.block, start, total, total, 0, 1, grant.epoch, grant.loop, num_samples)
+        block = LeasedBlock(grant.block, start, total, total, 0, 1, grant.epoch, grant.loop, num_samples)
         self._held[block.name] = block
         return block
 
-    def begin(self, portion: Portion) -> bool:
-        assert isinstance(portion, Block)
+    def begin(self, portion: BatchSlice) -> bool:
+        assert isinstance(portion, LeasedBlock)
         if portion.name not in self._ahead:
             return True
         self._ahead.discard(portion.name)
@@ -388,8 +388,8 @@ class Leased(Ledger):
             self._held.pop(portion.name, None)
         return still
 
-    def done(self, portion: Portion) -> None:
-        assert isinstance(portion, Block)
+    def done(self, portion: BatchSlice) -> None:
+        assert isinstance(portion, LeasedBlock)
         if self._held.pop(portion.name, None) is not None:
             self._unsaid.append(portion.name)
 
@@ -413,7 +413,7 @@ class Leased(Ledger):
         self.flush()
         return self._lender.account()["open"]
 
-    def view(self) -> View:
+    def view(self) -> LedgerView:
         self.flush()
         num_samples, size, num_blocks = self._cut
         total = min(num_samples, num_blocks * size)
@@ -428,7 +428,7 @@ class Leased(Ledger):
             ranges = dict(self._before).get(self._epoch, ())
             done, leased = sum(end - start for start, end in ranges), 0
             samples = sum(min(end * size, total) - start * size for start, end in ranges)
-        return View(
+        return LedgerView(
             rank=self._rank,
             size=self._size,
             num_done=done,

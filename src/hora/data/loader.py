@@ -21,16 +21,16 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from .. import unwinding
-from .desk import Desk, Lender
-from .handout import as_is
-from .ledger import Leased, Ledger, Portion, View, num_batches
-from .source import Cut, Indexed, Reading, Source, Stream
+from . import unwinding
+from .ledger import BatchSlice, Leased, Ledger, LedgerView, num_batches
+from .remote_dataset import as_is
+from .service import DataService, LeaseClient
+from .source import EpochOrder, EpochReader, Indexed, SampleSource, Stream
 
 log = logging.getLogger(__name__)
 
 
-class Seat(Protocol):
+class LoaderCallbacks(Protocol):
     """What a loader asks of the job, and tells it. Called by the loop's thread only.
 
     For every iteration: `enter`; for every portion `stopped`, then, unless it `passes`, `begin` and `finish` around the
@@ -56,16 +56,16 @@ class Seat(Protocol):
     def enter(self, loader: Shard) -> None:
         """An iteration starts."""
 
-    def begin(self, loader: Shard, portion: Portion) -> None:
+    def begin(self, loader: Shard, portion: BatchSlice) -> None:
         """A batch is about to be handed to the user's code. Once its step is taken, `loader.ledger` may be told."""
 
-    def finish(self, loader: Shard, portion: Portion) -> None:
+    def finish(self, loader: Shard, portion: BatchSlice) -> None:
         """The user's code came back for the next one."""
 
-    def passes(self, loader: Shard, portion: Portion) -> bool:
+    def passes(self, loader: Shard, portion: BatchSlice) -> bool:
         """Whether this worker is so late that the others have gone on from this batch without it: it is left out."""
 
-    def absent(self, loader: Shard, portion: Portion) -> None:
+    def absent(self, loader: Shard, portion: BatchSlice) -> None:
         """This worker has no samples in this batch. Called only while training."""
 
     def leave(self, loader: Shard, finished: bool, raised: bool) -> None:
@@ -75,7 +75,7 @@ class Seat(Protocol):
         """Collective: rank 0's indices, on every rank. int64; lengths may differ between ranks."""
 
 
-class Alone:
+class SingleWorkerCallbacks:
     """The seat of a single worker: nobody to meet."""
 
     rank = 0
@@ -93,16 +93,16 @@ class Alone:
     def enter(self, loader: Shard) -> None:
         pass
 
-    def begin(self, loader: Shard, portion: Portion) -> None:
+    def begin(self, loader: Shard, portion: BatchSlice) -> None:
         pass
 
-    def finish(self, loader: Shard, portion: Portion) -> None:
+    def finish(self, loader: Shard, portion: BatchSlice) -> None:
         pass
 
-    def passes(self, loader: Shard, portion: Portion) -> bool:
+    def passes(self, loader: Shard, portion: BatchSlice) -> bool:
         return False
 
-    def absent(self, loader: Shard, portion: Portion) -> None:
+    def absent(self, loader: Shard, portion: BatchSlice) -> None:
         pass
 
     def leave(self, loader: Shard, finished: bool, raised: bool) -> None:
@@ -134,7 +134,7 @@ class Shard:
     in their collectives and reads everything.
     """
 
-    def __init__(self, source: Source, seat: Seat, lender: Lender | None = None) -> None:
+    def __init__(self, source: SampleSource, seat: LoaderCallbacks, lender: LeaseClient | None = None) -> None:
         self.dataset = source.dataset
         self.global_batch = source.cut.global_batch
         self.seed = source.cut.seed
@@ -218,7 +218,7 @@ class Shard:
             self._open = False
             seat.leave(self, finished, raised)
 
-    def _read(self, place: _Place) -> Reading:
+    def _read(self, place: _Place) -> EpochReader:
         seat, epoch = self._seat, place.epoch
         if self._lender is None or not seat.training(self):
             return self._source.read(seat, epoch, place.batch, place.drawn)
@@ -227,7 +227,9 @@ class Shard:
         self._loops[epoch] += 1
         return self._lease(self._lender, epoch, loop, before)
 
-    def _lease(self, lender: Lender, epoch: int, loop: int, before: dict[int, list[tuple[int, int]]]) -> Reading:
+    def _lease(
+        self, lender: LeaseClient, epoch: int, loop: int, before: dict[int, list[tuple[int, int]]]
+    ) -> EpochReader:
         seat = self._seat
         return self._source.lease(lender, seat.rank, seat.size, epoch, loop, before, lambda: seat.stopped(self))
 
@@ -299,7 +301,7 @@ class Shard:
                 end = min(end, self._source.num_samples())
             self._before = before or ({epoch: [(0, end)]} if end else {})
 
-    def view(self) -> View:
+    def view(self) -> LedgerView:
         """The ledger of the epoch under way, or else of the last one, to be printed; before it, what is to come."""
         if self.ledger is not None:
             return self.ledger.view()
@@ -339,7 +341,7 @@ _OPTIONS = (
 
 def shard(
     data: Any,
-    seat: Seat,
+    seat: LoaderCallbacks,
     *,
     batch_size: int | None = None,
     global_batch: int | None = None,
@@ -350,7 +352,7 @@ def shard(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     pin_memory: bool = False,
     source: int | None = None,
-    desk: Desk | None = None,
+    desk: DataService | None = None,
 ) -> Shard:
     """A loader of this worker's part of `data`: a dataset, with len() and samples by number; a stream; or a DataLoader.
 
@@ -395,7 +397,7 @@ def shard(
         )
     if batch_size is not None:
         global_batch = _whole("batch_size", batch_size, 1) * seat.size
-    cut = Cut(
+    cut = EpochOrder(
         global_batch=_whole("global_batch", global_batch, 1), drop_last=drop_last, shuffle=bool(shuffle), seed=seed
     )
     lender = desk.lender(number) if desk is not None else None
@@ -405,7 +407,12 @@ def shard(
 
 
 def _handed_out(
-    data: Any, seat: Seat, desk: Desk | None, number: int, source: int, collate: Callable[[list[Any]], Any] | None
+    data: Any,
+    seat: LoaderCallbacks,
+    desk: DataService | None,
+    number: int,
+    source: int,
+    collate: Callable[[list[Any]], Any] | None,
 ) -> tuple[Any, Callable[[list[Any]], Any] | None]:
     """What this worker reads from, and how it collates, when the dataset lies with rank `source`. Blocks for it."""
     if not 0 <= _whole("source", source, 0) < seat.size:
@@ -425,7 +432,7 @@ def _handed_out(
     return desk.handout.offer(number, data, collate or default_collate), collate
 
 
-def _stream(options: dict[str, Any], cut: Cut) -> Stream:
+def _stream(options: dict[str, Any], cut: EpochOrder) -> Stream:
     name = type(options["dataset"]).__name__
     if cut.shuffle:
         raise ValueError(f"shuffle=True cannot reorder a stream ({name}): shuffle inside its __iter__, by a fixed seed")
@@ -437,7 +444,9 @@ def _stream(options: dict[str, Any], cut: Cut) -> Stream:
     return Stream(options, cut)
 
 
-def _indexed(options: dict[str, Any], cut: Cut, sampler: Any, shuffle: bool | None, seat: Seat) -> Indexed:
+def _indexed(
+    options: dict[str, Any], cut: EpochOrder, sampler: Any, shuffle: bool | None, seat: LoaderCallbacks
+) -> Indexed:
     dataset = options["dataset"]
     if sampler is None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ValueError(

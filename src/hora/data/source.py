@@ -16,30 +16,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from .ledger import Block, Dealt, Leased, Ledger, Portion, Streamed, mix, num_batches, order
+from .ledger import BatchSlice, Dealt, Leased, LeasedBlock, Ledger, Streamed, mix, num_batches, order
 
 if TYPE_CHECKING:
-    from .desk import Lender
-    from .loader import Seat
+    from .loader import LoaderCallbacks
+    from .service import LeaseClient
 
 
 Before = Mapping[int, Sequence[tuple[int, int]]]  # by epoch: ranges of samples that are done
 Stopped = Callable[[], bool]
 
 
-class Reading(NamedTuple):
+class EpochReader(NamedTuple):
     """One epoch being read. `fetch` gives the batch of the portion that came last out of `portions`, if it has samples.
 
     `drawn` is the order where a sampler drew it; None where it follows from seed and epoch."""
 
     ledger: Ledger
-    portions: Iterator[Portion]
+    portions: Iterator[BatchSlice]
     fetch: Callable[[], Any]
     drawn: torch.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class EpochOrder:
     """How an epoch is put in order and cut into global batches."""
 
     global_batch: int
@@ -48,12 +48,12 @@ class Cut:
     seed: int
 
 
-class Source(abc.ABC):
+class SampleSource(abc.ABC):
     """What a loader reads. `options` are the arguments of torch's DataLoader that say how, `dataset` among them."""
 
     draws = False  # whether a sampler of the user's draws the order
 
-    def __init__(self, options: dict[str, Any], cut: Cut) -> None:
+    def __init__(self, options: dict[str, Any], cut: EpochOrder) -> None:
         self.dataset = options["dataset"]
         self.cut = cut
         self._options = options
@@ -67,15 +67,15 @@ class Source(abc.ABC):
         """The ledger of an epoch that is not being read, as it will stand at batch `begin`."""
 
     @abc.abstractmethod
-    def read(self, seat: Seat, epoch: int, begin: int, drawn: torch.Tensor | None) -> Reading:
+    def read(self, seat: LoaderCallbacks, epoch: int, begin: int, drawn: torch.Tensor | None) -> EpochReader:
         """Starts to read an epoch at batch `begin`, in the order `drawn` if it was drawn before.
 
         Collective where a sampler draws the order anew. What is being read ends with the last reference to it."""
 
     @abc.abstractmethod
     def lease(
-        self, lender: Lender, rank: int, size: int, epoch: int, loop: int, before: Before, stopped: Stopped
-    ) -> Reading:
+        self, lender: LeaseClient, rank: int, size: int, epoch: int, loop: int, before: Before, stopped: Stopped
+    ) -> EpochReader:
         """Starts to read an epoch whose blocks are leased, `before` being done; ValueError if they cannot be."""
 
     def num_batches(self) -> int:
@@ -90,10 +90,10 @@ class Source(abc.ABC):
         return torch.Generator(torch.get_default_device()).manual_seed(mix(self.cut.seed, *numbers))
 
 
-class Indexed(Source):
+class Indexed(SampleSource):
     """Samples that are asked for by number. `sampler` says how many there are, and with `draws` in which order."""
 
-    def __init__(self, options: dict[str, Any], cut: Cut, sampler: Any, draws: bool) -> None:
+    def __init__(self, options: dict[str, Any], cut: EpochOrder, sampler: Any, draws: bool) -> None:
         super().__init__(options, cut)
         self.draws = draws
         self._sampler = sampler
@@ -106,7 +106,7 @@ class Indexed(Source):
     def ledger(self, rank: int, size: int, begin: int) -> Ledger:
         return self._deal(self.num_samples(), rank, size, begin)
 
-    def read(self, seat: Seat, epoch: int, begin: int, drawn: torch.Tensor | None) -> Reading:
+    def read(self, seat: LoaderCallbacks, epoch: int, begin: int, drawn: torch.Tensor | None) -> EpochReader:
         if self.draws and drawn is None:
             drawn = seat.share_order(_draw(self._sampler)) if seat.rank < seat.size else _draw(self._sampler)
         indices = order(self.num_samples(), self.cut.shuffle, self.cut.seed, epoch) if drawn is None else drawn
@@ -114,11 +114,11 @@ class Indexed(Source):
         portions, self._ahead.portions = itertools.tee(iter(ledger.take, None))
         self._ahead.indices = lambda portion: indices
         self._loader.generator = self._generator(epoch, seat.rank)
-        return Reading(ledger, portions, _batches(self._loader).__next__, drawn)
+        return EpochReader(ledger, portions, _batches(self._loader).__next__, drawn)
 
     def lease(
-        self, lender: Lender, rank: int, size: int, epoch: int, loop: int, before: Before, stopped: Stopped
-    ) -> Reading:
+        self, lender: LeaseClient, rank: int, size: int, epoch: int, loop: int, before: Before, stopped: Stopped
+    ) -> EpochReader:
         if self.draws:
             raise ValueError(
                 f"workers that do not step together cannot share what {type(self._sampler).__name__} draws: leave the "
@@ -140,11 +140,11 @@ class Indexed(Source):
         self._loader.generator = self._generator(epoch, rank)
         if not self._loader.num_workers:
             portions, self._ahead.portions = itertools.tee(iter(ledger.take, None))
-            return Reading(ledger, portions, _batches(self._loader).__next__, None)
+            return EpochReader(ledger, portions, _batches(self._loader).__next__, None)
         batches: list[Iterator[Any]] = []
-        return Reading(ledger, self._rounds(ledger, batches), lambda: next(batches[0]), None)
+        return EpochReader(ledger, self._rounds(ledger, batches), lambda: next(batches[0]), None)
 
-    def _rounds(self, ledger: Leased, batches: list[Iterator[Any]]) -> Iterator[Portion]:
+    def _rounds(self, ledger: Leased, batches: list[Iterator[Any]]) -> Iterator[BatchSlice]:
         """Prefetching: takes ahead as long as there is something, and comes back once all of it is done.
 
         Only then may it wait for others: they may wait for what lies here."""
@@ -163,8 +163,8 @@ class Indexed(Source):
 class _Ahead:
     """torch's side of the portions: the numbers of my samples in each that has any. Prefetching runs ahead on it."""
 
-    portions: Iterator[Portion] = iter(())
-    indices: Callable[[Portion], torch.Tensor]  # the order of the portion's epoch
+    portions: Iterator[BatchSlice] = iter(())
+    indices: Callable[[BatchSlice], torch.Tensor]  # the order of the portion's epoch
 
     def __iter__(self) -> Iterator[list[int]]:
         for portion in self.portions:
@@ -176,12 +176,12 @@ class _Ahead:
 class _Orders:
     """The orders of the epochs that leased blocks are of: this one, and now and then an earlier one."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: EpochOrder) -> None:
         self._cut = cut
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    def __call__(self, portion: Portion) -> torch.Tensor:
-        assert isinstance(portion, Block)
+    def __call__(self, portion: BatchSlice) -> torch.Tensor:
+        assert isinstance(portion, LeasedBlock)
         key = (portion.epoch, portion.num_samples)
         if key not in self._kept:
             if len(self._kept) > 1:
@@ -190,7 +190,7 @@ class _Orders:
         return self._kept[key]
 
 
-class Stream(Source):
+class Stream(SampleSource):
     """Samples that come one after the other, in an order that is the dataset's own.
 
     Every worker reads all of them, a global batch at a time, and collates its part. The streams must therefore be the
@@ -211,16 +211,16 @@ class Stream(Source):
     def ledger(self, rank: int, size: int, begin: int) -> Ledger:
         return Streamed(iter(()), self.cut.global_batch, rank=rank, size=size, begin=begin)
 
-    def read(self, seat: Seat, epoch: int, begin: int, drawn: torch.Tensor | None) -> Reading:
+    def read(self, seat: LoaderCallbacks, epoch: int, begin: int, drawn: torch.Tensor | None) -> EpochReader:
         kept: list[Any] = []
         rank, size = _part(seat)
         totals = _keep(_batches(self._cutting(rank, size, epoch)), kept)
         ledger = Streamed(totals, self.cut.global_batch, rank=rank, size=size, begin=begin)
-        return Reading(ledger, iter(ledger.take, None), kept.pop, None)
+        return EpochReader(ledger, iter(ledger.take, None), kept.pop, None)
 
     def lease(
-        self, lender: Lender, rank: int, size: int, epoch: int, loop: int, before: Before, stopped: Stopped
-    ) -> Reading:
+        self, lender: LeaseClient, rank: int, size: int, epoch: int, loop: int, before: Before, stopped: Stopped
+    ) -> EpochReader:
         raise ValueError(
             f"workers that do not step together cannot read a stream ({type(self.dataset).__name__}) in blocks: give a "
             "dataset with __len__ and __getitem__, or run with a synchronous strategy (ps:mode=sync)"
@@ -244,12 +244,12 @@ class _Mine:
     collate: Callable[[list[Any]], Any]
 
     def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        portion = Portion.deal(0, 0, len(samples), self.rank, self.size)
+        portion = BatchSlice.deal(0, 0, len(samples), self.rank, self.size)
         mine = samples[portion.offset : portion.offset + portion.mine]
         return portion.total, self.collate(mine) if mine else None
 
 
-def _part(seat: Seat) -> tuple[int, int]:
+def _part(seat: LoaderCallbacks) -> tuple[int, int]:
     """Which part of how many is this worker's; one that joined after the launch reads everything."""
     return (seat.rank, seat.size) if seat.rank < seat.size else (0, 1)
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from ..server.state import Rules
-from .race import RATE, START, Moment, Pace, race
+from .race import RATE, START, RaceEvent, WorkerPace, race
 from .text import facts, heading, rule, title, wrap
 
 MIN_WORKERS, MAX_WORKERS = 2, 4
@@ -64,21 +64,21 @@ def lines(workers: int) -> list[str]:
     ]  # fmt: skip
 
 
-def even_paces(workers: int) -> list[Pace]:
+def even_paces(workers: int) -> list[WorkerPace]:
     """All equally fast, one tick after another."""
-    return [Pace(ticks=workers, start=rank) for rank in range(workers)]
+    return [WorkerPace(ticks=workers, start=rank) for rank in range(workers)]
 
 
-def uneven_paces(workers: int) -> list[Pace]:
+def uneven_paces(workers: int) -> list[WorkerPace]:
     """The last one is slow: the others together push four times before its first gradient is there."""
-    fast = [Pace(ticks=2 * (workers - 1), start=2 * rank) for rank in range(workers - 1)]
-    return [*fast, Pace(ticks=2 * (workers - 1) + 7)]
+    fast = [WorkerPace(ticks=2 * (workers - 1), start=2 * rank) for rank in range(workers - 1)]
+    return [*fast, WorkerPace(ticks=2 * (workers - 1) + 7)]
 
 
 # ── the tables ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _part(head: str, text: str, moments: Sequence[Moment]) -> list[str]:
+def _part(head: str, text: str, moments: Sequence[RaceEvent]) -> list[str]:
     return [*_part_without_table(head, text), *table(moments), ""]
 
 
@@ -86,7 +86,7 @@ def _part_without_table(head: str, text: str) -> list[str]:
     return [rule(head), "", *wrap(text), ""]
 
 
-def table(moments: Sequence[Moment]) -> list[str]:
+def table(moments: Sequence[RaceEvent]) -> list[str]:
     """A line for each tick at which somebody read or pushed."""
     workers = max(rank for moment in moments for rank in moment.reads) + 1
     base: dict[int, int] = {}
@@ -99,7 +99,7 @@ def table(moments: Sequence[Moment]) -> list[str]:
     return ["  " + "   ".join([*(c.ljust(w) for c, w in zip(row[:-1], widths, strict=True)), row[-1]]) for row in rows]
 
 
-def _cell(moment: Moment, rank: int, base: int | None, roomy: bool) -> str:
+def _cell(moment: RaceEvent, rank: int, base: int | None, roomy: bool) -> str:
     """What one worker does at that tick; `base` is what it computes on."""
     push = moment.pushes.get(rank)
     if push is not None:
@@ -136,15 +136,15 @@ def _picture(workers: int) -> list[str]:
 # ── what the races show ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _count(moments: Sequence[Moment]) -> str:
+def _count(moments: Sequence[RaceEvent]) -> str:
     return f"{sum(len(moment.pushes) for moment in moments)} gradients"
 
 
-def _updates(moments: Sequence[Moment]) -> str:
+def _updates(moments: Sequence[RaceEvent]) -> str:
     return f"{moments[-1].version} updates"
 
 
-def _largest(moments: Sequence[Moment]) -> int:
+def _largest(moments: Sequence[RaceEvent]) -> int:
     return max(push.lag for moment in moments for push in moment.pushes.values())
 
 
@@ -152,7 +152,7 @@ def _late_by(lag: int) -> str:
     return "one update late" if lag == 1 else f"{lag} updates late"
 
 
-def _nearer(these: Sequence[Moment], those: Sequence[Moment]) -> str:
+def _nearer(these: Sequence[RaceEvent], those: Sequence[RaceEvent]) -> str:
     """Where they ended, against the others."""
     here, there = abs(these[-1].w), abs(those[-1].w)
     if here < there:
@@ -160,7 +160,7 @@ def _nearer(these: Sequence[Moment], those: Sequence[Moment]) -> str:
     return "no nearer to the minimum at the end" if here == there else "further from the minimum at the end"
 
 
-def _undoing(moments: Sequence[Moment], slow: int) -> list[str]:
+def _undoing(moments: Sequence[RaceEvent], slow: int) -> list[str]:
     """What the slow worker's first gradient did."""
     before, moment = next((a, b) for a, b in itertools.pairwise(moments) if slow in b.pushes)
     push = moment.pushes[slow]
@@ -173,7 +173,7 @@ def _undoing(moments: Sequence[Moment], slow: int) -> list[str]:
     )
 
 
-def _momentum(even: Sequence[Pace]) -> list[str]:
+def _momentum(even: Sequence[WorkerPace]) -> list[str]:
     """How many updates it takes until w stays near the minimum, synchronous and asynchronous."""
     found = [f"  {'momentum':<11}{'learning rate':<13}{'sync':>9}{'async':>9}   updates"]
     for momentum in MOMENTA:
@@ -183,13 +183,13 @@ def _momentum(even: Sequence[Pace]) -> list[str]:
     return found
 
 
-def updates_until_near(even: Sequence[Pace], mode: str, momentum: float, rate: float) -> int:
+def updates_until_near(even: Sequence[WorkerPace], mode: str, momentum: float, rate: float) -> int:
     """From that update on |w| stays below `NEAR`."""
     moments = race(even, Rules(mode=mode), MOST_UPDATES * len(even), momentum, rate)
     return max(moment.version for moment in moments if abs(moment.w) >= NEAR) + 1
 
 
-def _corrections(uneven: Sequence[Pace]) -> list[str]:
+def _corrections(uneven: Sequence[WorkerPace]) -> list[str]:
     """The slow worker's first gradient under each correction."""
     slow, rows = len(uneven) - 1, []
     for correct in ("none", "scale", "dc"):
@@ -205,7 +205,7 @@ def _corrections(uneven: Sequence[Pace]) -> list[str]:
     return lines
 
 
-def _summary(workers: int, waited: Sequence[Moment], late: Sequence[Moment]) -> list[tuple[str, str]]:
+def _summary(workers: int, waited: Sequence[RaceEvent], late: Sequence[RaceEvent]) -> list[tuple[str, str]]:
     return [
         ("won", f"time: nobody waits. In C {_count(late)} against {_count(waited)} in the same {late[-1].time} ticks; "
          "nothing where all are equally fast."),

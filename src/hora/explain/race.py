@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import hyper
+from ..parameters import hyperparameters
+from ..server.block_memory import BlockMemory
 from ..server.layout import cut
-from ..server.memory import Memory
-from ..server.messages import Begin, Enter, Got, Push, Ready
+from ..server.messages import BeginStep, ChunkReady, EnterLoop, Push, SynchronizedAck
 from ..server.shelf import Shelf
-from ..server.state import Out, Rules, Server
+from ..server.state import Out, Rules, ServerState
 
 START = 16.0
 RATE = 0.5
@@ -24,7 +24,7 @@ _BLOCK_BYTES = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pace:
+class WorkerPace:
     """A worker reads first at `start`, and each of its gradients takes `ticks`."""
 
     ticks: int
@@ -32,7 +32,7 @@ class Pace:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pushed:
+class PushedGradient:
     """`base` is the version that the gradient was computed on, `lag` how many updates have come since."""
 
     gradient: float
@@ -41,45 +41,49 @@ class Pushed:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Moment:
+class RaceEvent:
     """A tick at which something happened, and how it left the server. `reads`: which version who read then;
     `waits`: who has pushed and may not read yet."""
 
     time: int
-    pushes: dict[int, Pushed]
+    pushes: dict[int, PushedGradient]
     reads: dict[int, int]
     waits: frozenset[int]
     version: int
     w: float
 
 
-def race(paces: Sequence[Pace], rules: Rules, ticks: int, momentum: float = 0.0, rate: float = RATE) -> list[Moment]:
+def race(
+    paces: Sequence[WorkerPace], rules: Rules, ticks: int, momentum: float = 0.0, rate: float = RATE
+) -> list[RaceEvent]:
     """What happens within so many ticks. In one tick lower ranks come first."""
     desk = _Desk(rules, len(paces), momentum, rate)
     workers = [_Worker(pace) for pace in paces]
     moments = []
     for time in range(ticks + 1):
         reads: dict[int, int] = {}
-        pushes: dict[int, Pushed] = {}
+        pushes: dict[int, PushedGradient] = {}
         for rank, worker in enumerate(workers):
             free: list[int] = []
             if time == worker.pace.start:
                 free = [rank]
             elif time == worker.due:
                 worker.due = None
-                pushes[rank] = Pushed(gradient=worker.w, base=worker.base, lag=desk.version - worker.base)
+                pushes[rank] = PushedGradient(gradient=worker.w, base=worker.base, lag=desk.version - worker.base)
                 free = desk.push(rank, worker.steps, worker.w, worker.base)
                 worker.steps += 1
             for other in free:
                 reads[other] = workers[other].read(desk, time)
         if reads or pushes:
             waits = frozenset(rank for rank, each in enumerate(workers) if each.steps and each.due is None)
-            moments.append(Moment(time=time, pushes=pushes, reads=reads, waits=waits, version=desk.version, w=desk.w))
+            moments.append(
+                RaceEvent(time=time, pushes=pushes, reads=reads, waits=waits, version=desk.version, w=desk.w)
+            )
     return moments
 
 
 class _Worker:
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: WorkerPace) -> None:
         self.pace = pace
         self.due: int | None = None  # when its gradient will be computed; None while it waits
         self.steps = 0
@@ -96,16 +100,16 @@ class _Desk:
     def __init__(self, rules: Rules, size: int, momentum: float, rate: float) -> None:
         w = torch.nn.Parameter(torch.tensor([START], dtype=torch.float64))
         optimizer = torch.optim.SGD([w], lr=rate, momentum=momentum)
-        self._settings = hyper.read([optimizer])
+        self._settings = hyperparameters.read([optimizer])
         part = cut([w], [optimizer], 1, _BLOCK_BYTES).parts[0]
-        self._shelf = Shelf(part, Memory(1, part.num_bytes), [w], ["w"], [optimizer])
+        self._shelf = Shelf(part, BlockMemory(1, part.num_bytes), [w], ["w"], [optimizer])
         self._shelf.fill(part.parcels[0], [w.detach()])
-        self._server = Server(self._shelf, rules)
+        self._server = ServerState(self._shelf, rules)
         self._size = size
         for rank in range(size):
             self._server.join(rank)
         for rank in range(size):
-            self._server.handle(rank, Enter())
+            self._server.handle(rank, EnterLoop())
 
     @property
     def version(self) -> int:
@@ -118,14 +122,14 @@ class _Desk:
 
     def push(self, rank: int, step: int, gradient: float, base: int) -> list[int]:
         """Who may read now."""
-        begin = Begin(step, 0, 1, hyper=self._settings, present=self._size)
+        begin = BeginStep(step, 0, 1, hyper=self._settings, present=self._size)
         push = Push(step, 0, [base + self._shelf.memory.origins[0]])
         out = self._server.handle(rank, begin)
         return self._deliver(out + self._server.handle(rank, push, [torch.tensor([gradient], dtype=torch.float64)]))
 
     def _deliver(self, out: Out) -> list[int]:
-        freed = [(rank, message) for (_, rank), message in out if isinstance(message, Ready)]
+        freed = [(rank, message) for (_, rank), message in out if isinstance(message, ChunkReady)]
         for rank, ready in freed:  # what a full synchronisation left is read by all before anything else is applied
-            more = self._server.handle(rank, Got(ready.step + 1))
+            more = self._server.handle(rank, SynchronizedAck(ready.step + 1))
             assert not more, "nobody has pushed meanwhile"
         return [rank for rank, _ in freed]

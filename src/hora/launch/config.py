@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from hora.serve.config import ServeConfig
 from hora.strategies import KNOWN, Strategy
 
-from .environment import COLOCATED
-from .hosts.host import Host
-from .names import NAMES
+from ..rendezvous.environment import COLOCATED
+from ..rendezvous.names import NAMES
+from .hosts.host import HostSpec
 
 MAX_RANKS = 1024  # processes of one run, servers included
 LOOPBACK = "127.0.0.1"
@@ -50,7 +50,7 @@ class RunConfig:
     dashboard: int | str | None = None  # a port, off, or None: one that is free
     trace: str | None = None
     tensorboard: str | None = None
-    hosts: tuple[Host, ...] = ()  # other machines, with their slots settled; none: this one
+    hosts: tuple[HostSpec, ...] = ()  # other machines, with their slots settled; none: this one
     ssh: str = "ssh"
     python: str | None = None  # the interpreter on the hosts; None: the same path as here
     env: tuple[tuple[str, str], ...] = ()

@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING
 from hora.errors import HoraError
 from hora.strategies import Strategy, parse
 
-from . import runfile
+from ..runs import run_directory
+from ..runs.run_directory import RunDirectory, RunRecord
+from ..terminal.screen import Screen, make_log_dir, open_standard_descriptors
 from .config import RunConfig
+from .display import RunDisplay
 from .forkserver.client import ForkServer, preloaded
-from .identity import Crew, Seat, common_environment
 from .local import conduct, facts
-from .output import Screen, make_log_dir, open_standard_descriptors
-from .runfile import Found, RunFile
-from .showing import Show
-from .supervision import Stage
-from .wake import Wake
+from .process_set import ProcessSet, Seat, common_environment
+from .signal_pipe import SignalPipe
+from .supervisor import LaunchContext
 
 if TYPE_CHECKING:
-    from hora.coordinator import Client
+    from hora.coordinator import CoordinatorClient
 
 REACH_S = 3.0
 STRATEGY_S = 30.0  # how long a script may take to say which strategy it chose
@@ -38,13 +38,13 @@ FORM_S = 300.0
 
 
 @contextlib.contextmanager
-def visit(found: Found) -> Iterator[Client]:
+def visit(found: RunRecord) -> Iterator[CoordinatorClient]:
     """A visitor's line to a live run's coordinator; ValueError if it does not answer."""
-    from hora.coordinator import Client, Member
+    from hora.coordinator import CoordinatorClient, Member
 
     address, token = found.control()
     try:
-        line = Client(address, token, REACH_S)
+        line = CoordinatorClient(address, token, REACH_S)
         line.join(Member("visitor", os.getpid(), socket.gethostname(), os.getpid()), timeout_s=REACH_S)
     except HoraError as problem:
         raise ValueError(f"run {found.name!r} does not answer: {problem}") from None
@@ -54,7 +54,7 @@ def visit(found: Found) -> Iterator[Client]:
         line.close()
 
 
-class Visit:
+class RemoteCoordinator:
     """What takes the coordinator's place for a launcher whose run is another's: it hears of the children from
     themselves, by their own lines, and by the breaking of those."""
 
@@ -95,9 +95,9 @@ def join(config: RunConfig) -> int:
     """
     assert config.join is not None
     open_standard_descriptors()
-    found = runfile.find(config.join, config.run_dir)
+    found = run_directory.find(config.join, config.run_dir)
     if not found.live:
-        raise ValueError(f"run {found.name!r} has ended; {runfile.live_runs()}")
+        raise ValueError(f"run {found.name!r} has ended; {run_directory.live_runs()}")
     address, token = found.control()
     with visit(found) as line:
         strategy = _strategy_of(found, line)
@@ -114,34 +114,34 @@ def join(config: RunConfig) -> int:
         max_steps=begun.get("max_steps"),
         bind=begun.get("bind", config.bind),
     )
-    crew = Crew(size=int(begun["size"]), servers=begun.get("servers"), first=first, workers=config.size)
+    crew = ProcessSet(size=int(begun["size"]), servers=begun.get("servers"), first=first, workers=config.size)
     run_id = secrets.token_hex(8)  # its own: each launcher ends what carries its mark, and nothing else
     screen = Screen(size=first + config.size, color=config.color)
     beside = f"{found.path}-join-{first}" if config.run_dir else None
-    with Wake() as wake, contextlib.ExitStack() as undo:
+    with SignalPipe() as wake, contextlib.ExitStack() as undo:
         forks = ForkServer(common_environment(config, crew, run_id), preloaded(config))
         undo.callback(forks.close)
         make_log_dir(config.log_dir)
-        record = RunFile(directory=beside, name=f"{found.name}-join-{first}", warn=screen.say)
+        record = RunDirectory(directory=beside, name=f"{found.name}-join-{first}", warn=screen.say)
         undo.callback(record.close)
         ranks = [rank for _, rank in crew.seats]
         record.begin({**facts(config, run_id), "joins": found.name, "ranks": ranks})
-        stage = Stage(
+        stage = LaunchContext(
             config=config,
             crew=crew,
             run_id=run_id,
             token=token,
-            desk=Visit(address),
+            desk=RemoteCoordinator(address),
             record=record,
             screen=screen,
             wake=wake,
-            show=Show(),
+            show=RunDisplay(),
             forks=forks,
         )
         return conduct(stage, undo)
 
 
-def _strategy_of(found: Found, line: Client) -> Strategy:
+def _strategy_of(found: RunRecord, line: CoordinatorClient) -> Strategy:
     """The run's strategy, which must be one that workers may join; what its script chose, rank 0 has told."""
     spelling = found.begun.get("strategy")
     try:

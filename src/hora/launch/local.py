@@ -13,25 +13,26 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..net.machine import num_cores
+from ..runs.run_directory import RunDirectory
+from ..terminal.screen import Screen, make_log_dir, open_standard_descriptors
 from . import servers
 from .config import RunConfig
+from .display import RunDisplay
 from .forkserver.client import ForkServer, preloaded
-from .guardian import Guardian
-from .identity import TRACE, Crew, common_environment, threads
-from .output import Screen, make_log_dir, open_standard_descriptors
-from .runfile import RunFile
-from .showing import Show
-from .supervision import Launch, Stage, spelled
-from .wake import STOPPING, Wake
+from .process_set import TRACE, ProcessSet, common_environment, threads
+from .reaper import Reaper
+from .signal_pipe import STOPPING, SignalPipe
+from .supervisor import LaunchContext, Supervisor, spelled
 
 if TYPE_CHECKING:
-    from hora.coordinator import Service
+    from hora.coordinator import CoordinatorService
 
-    from .hosts.sites import Sites
+    from .hosts.host_set import HostSet
 
 
 def run(config: RunConfig) -> int:
-    """Runs `config` on this machine and returns the exit code, one of hora.launch.codes. Main thread only; blocks.
+    """Runs `config` on this machine and returns the exit code, one of hora.launch.exit_codes. Main thread only; blocks.
 
     ValueError for what cannot be had here (an address, a directory for logs, a name in use), before any rank starts.
     """
@@ -40,8 +41,8 @@ def run(config: RunConfig) -> int:
     run_id, token = secrets.token_hex(8), secrets.token_bytes(32)
     if config.serve is not None:
         config.serve.check_port()
-    crew = Crew(size=config.size, servers=config.servers, workers=config.size, serves=config.serve is not None)
-    with Wake() as wake, contextlib.ExitStack() as undo:
+    crew = ProcessSet(size=config.size, servers=config.servers, workers=config.size, serves=config.serve is not None)
+    with SignalPipe() as wake, contextlib.ExitStack() as undo:
         forks = ForkServer(common_environment(config, crew, run_id), preloaded(config))  # it imports torch meanwhile
         undo.callback(forks.close)
         screen = Screen(size=config.size, color=config.color)
@@ -55,33 +56,33 @@ def run(config: RunConfig) -> int:
 
 def open_stage(
     config: RunConfig,
-    crew: Crew,
+    crew: ProcessSet,
     run_id: str,
     token: bytes,
-    desk: Service,
+    desk: CoordinatorService,
     screen: Screen,
-    wake: Wake,
+    wake: SignalPipe,
     undo: contextlib.ExitStack,
     notes: Sequence[str],
     *,
     forks: ForkServer | None = None,
-    sites: Sites | None = None,
-) -> Stage:
+    sites: HostSet | None = None,
+) -> LaunchContext:
     """What a run of our own coordinator needs to be seen and found; `notes` are said first."""
     make_log_dir(config.log_dir)
-    record = RunFile(directory=config.run_dir, name=config.name, warn=screen.say)
+    record = RunDirectory(directory=config.run_dir, name=config.name, warn=screen.say)
     undo.callback(record.close)
     for note in notes:
         screen.say(note)
     about = facts(config, run_id)
     if sites is not None:
         about["on"] = {site.name: site.address for site in sites.all}
-    show = Show.of_run(config, record, screen, wake, about)
+    show = RunDisplay.of_run(config, record, screen, wake, about)
     undo.callback(show.close)
     show.watch(desk)
     record.begin(about)
     record.open_control(run=run_id, address=desk.address, token=token)
-    return Stage(
+    return LaunchContext(
         config=config,
         crew=crew,
         run_id=run_id,
@@ -96,10 +97,10 @@ def open_stage(
     )
 
 
-def conduct(stage: Stage, undo: contextlib.ExitStack) -> int:
+def conduct(stage: LaunchContext, undo: contextlib.ExitStack) -> int:
     """Starts the crew, sees it to its end, undoes what was set up, writes the record and says the last word."""
     started_at = time.monotonic()
-    guardian = Guardian(stage.run_id)
+    guardian = Reaper(stage.run_id)
     undo.callback(guardian.done)
     scratch = tempfile.mkdtemp(prefix="hora-")
     undo.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -107,7 +108,7 @@ def conduct(stage: Stage, undo: contextlib.ExitStack) -> int:
     for path in (stage.record.control_path, stage.show.temporary):
         if path is not None:
             guardian.file(path)
-    launch = Launch(stage, scratch, guardian)
+    launch = Supervisor(stage, scratch, guardian)
     outcome = launch.supervise()
     if stage.sites is not None:
         missing = stage.sites.finish(os.path.join(scratch, TRACE) if stage.config.trace else None)
@@ -141,16 +142,16 @@ def settle_servers(config: RunConfig) -> tuple[RunConfig, str]:
     """The number of servers settled, and a line that explains it where the command line left it open."""
     if config.servers is not None or config.strategy is None or not config.strategy.uses_servers:
         return config, ""
-    count, why = servers.default(config.size, servers.num_cores(), servers.measure())
+    count, why = servers.default(config.size, num_cores(), servers.measure())
     return dataclasses.replace(config, servers=count), why
 
 
-def open_desk(config: RunConfig, crew: Crew, run_id: str, token: bytes) -> Service:
+def open_desk(config: RunConfig, crew: ProcessSet, run_id: str, token: bytes) -> CoordinatorService:
     """The run's coordinator, listening. ValueError if it cannot."""
-    from hora.coordinator import Service
+    from hora.coordinator import CoordinatorService
 
     try:
-        service = Service(token, size=crew.size, servers=crew.num_servers, run=run_id, bind=config.bind)
+        service = CoordinatorService(token, size=crew.size, servers=crew.num_servers, run=run_id, bind=config.bind)
     except OSError as error:
         why = str(error.strerror or error).partition(" (")[0]
         raise ValueError(f"cannot listen on --bind {config.bind}: {why}; without it: 127.0.0.1") from None

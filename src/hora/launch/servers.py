@@ -20,7 +20,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Callable
 
@@ -30,14 +29,14 @@ SLACK = 0.1  # a tenth of a server is not worth a process
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Costs:
+class ServerCosts:
     """What one byte of the model costs in one step, in nanoseconds."""
 
     worker_ns: float
     server_ns: float
 
 
-def measure() -> Costs:
+def measure() -> ServerCosts:
     """Times this machine's memory; the best of a few repeats, since whatever else runs can only add."""
     kind = ctypes.c_char * SAMPLE_BYTES
     one, other = bytearray(SAMPLE_BYTES), bytearray(SAMPLE_BYTES)
@@ -48,7 +47,7 @@ def measure() -> Costs:
         ctypes.memset(address, 1, SAMPLE_BYTES)  # the first touch is the kernel's price; and alike, memcmp reads it all
     copy = _best(lambda: ctypes.memmove(here, there, SAMPLE_BYTES))
     read = _best(lambda: compare(here, there, SAMPLE_BYTES))
-    return Costs(worker_ns=2 * copy, server_ns=read)
+    return ServerCosts(worker_ns=2 * copy, server_ns=read)
 
 
 def _best(work: Callable[[], object]) -> float:
@@ -61,7 +60,7 @@ def _best(work: Callable[[], object]) -> float:
     return max(1, min(took)) / SAMPLE_BYTES
 
 
-def default(workers: int, cores: int, costs: Costs) -> tuple[int, str]:
+def default(workers: int, cores: int, costs: ServerCosts) -> tuple[int, str]:
     """The number of servers for so many workers, and why, in one line."""
     needed = max(1, math.ceil(workers * costs.server_ns / costs.worker_ns - SLACK))
     left = max(1, cores - workers)
@@ -75,10 +74,6 @@ def default(workers: int, cores: int, costs: Costs) -> tuple[int, str]:
         spare = max(0, cores - workers)
         why += f", and of {_count(cores, 'core')} the workers leave {spare}"
     return count, f"{why}; --servers N to choose"
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _count(number: int, noun: str) -> str:

@@ -17,21 +17,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
-from . import plain, protocol
-from .answering import Answer, Answerer
-from .door import Door, error_response
-from .elements import Value
-from .refusal import NotReady, Refusal
-from .source import Stamp
+from ..http.errors import HttpError, NotReady
+from ..http.guard import RequestGuard, error_response
+from . import inference_protocol, plain_json
+from .batcher import Batcher, Prediction
+from .source import ParameterVersion
+from .tensor_codec import Value
 
 GLANCE_S = 1.0  # how long a question about the moment waits for a busy thread before the last known one will do
 
 T = TypeVar("T")
 
 
-def make_app(answerer: Answerer, *, name: str, allowed_hosts: Collection[str], max_bytes: int = 8 << 20) -> Starlette:
+def make_app(answerer: Batcher, *, name: str, allowed_hosts: Collection[str], max_bytes: int = 8 << 20) -> Starlette:
     """The app that answers for the model `name` under `allowed_hosts` and the loopback's names."""
-    desk = _Desk(answerer, name)
+    desk = _Endpoints(answerer, name)
     model = f"/v2/models/{name}"
     desk.endpoints = [
         "POST /predict", "GET /v2/health/live", "GET /v2/health/ready", f"GET {model}", f"GET {model}/ready",
@@ -52,35 +52,35 @@ def make_app(answerer: Answerer, *, name: str, allowed_hosts: Collection[str], m
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Door, allowed_hosts=allowed_hosts, max_bytes=max_bytes)],
-        exception_handlers={Refusal: _refused, HTTPException: desk.astray, Exception: _broken},
+        middleware=[Middleware(RequestGuard, allowed_hosts=allowed_hosts, max_bytes=max_bytes)],
+        exception_handlers={HttpError: _refused, HTTPException: desk.astray, Exception: _broken},
     )
     app.router.redirect_slashes = False  # what is nearly right is wrong, and gets the list of what is right
     return app
 
 
-class _Desk:
+class _Endpoints:
     """The endpoints."""
 
-    def __init__(self, answerer: Answerer, name: str) -> None:
+    def __init__(self, answerer: Batcher, name: str) -> None:
         self._answerer = answerer
         self._name = name
         self.endpoints: list[str] = []
 
     async def predict(self, request: Request) -> Response:
-        inputs = plain.parse(await _body(request), self._answerer.expected)
+        inputs = plain_json.parse(await _body(request), self._answerer.expected)
         answer = await self._answer(inputs)
-        return _json(plain.encode(answer.outputs, answer.stamp))
+        return _json(plain_json.encode(answer.outputs, answer.stamp))
 
     async def infer(self, request: Request) -> Response:
         self._check_name(request)
-        asked = protocol.parse(await _body(request), request.headers.get(protocol.HEADER))
+        asked = inference_protocol.parse(await _body(request), request.headers.get(inference_protocol.HEADER))
         answer = await self._answer(asked.inputs)
         self._check_version(request, answer.stamp)
-        body, length = protocol.encode(asked, answer.outputs, answer.stamp, self._name)
+        body, length = inference_protocol.encode(asked, answer.outputs, answer.stamp, self._name)
         if length is None:
             return _json(body)
-        return Response(body, headers={protocol.HEADER: str(length)}, media_type="application/octet-stream")
+        return Response(body, headers={inference_protocol.HEADER: str(length)}, media_type="application/octet-stream")
 
     async def live(self, request: Request) -> Response:
         return _json({"live": True})
@@ -127,19 +127,19 @@ class _Desk:
         there = f"there is no {request.method} {request.url.path[:80]} here, only {', '.join(self.endpoints)}"
         return error_response(there, error.status_code, headers)
 
-    async def _answer(self, inputs: Mapping[str, Value]) -> Answer:
+    async def _answer(self, inputs: Mapping[str, Value]) -> Prediction:
         try:
             return await _within(self._answerer.timeout_s, self._answerer.submit(inputs))
         except TimeoutError:
-            raise Refusal(f"no answer within {self._answerer.timeout_s:g} s", 503) from None
+            raise HttpError(f"no answer within {self._answerer.timeout_s:g} s", 503) from None
 
-    async def _moment(self) -> Stamp | None:
+    async def _moment(self) -> ParameterVersion | None:
         try:
             return await _within(GLANCE_S, self._answerer.moment())
         except TimeoutError:
             return self._answerer.stamp
 
-    async def _ready(self) -> Stamp:
+    async def _ready(self) -> ParameterVersion:
         stamp = await self._moment()
         if stamp is None:
             raise NotReady
@@ -148,14 +148,16 @@ class _Desk:
     def _check_name(self, request: Request) -> None:
         name = request.path_params["name"]
         if name != self._name:
-            raise Refusal(f"there is no model {name[:80]!r} here, only {self._name!r}", 404)
+            raise HttpError(f"there is no model {name[:80]!r} here, only {self._name!r}", 404)
 
-    def _check_version(self, request: Request, stamp: Stamp | None) -> None:
+    def _check_version(self, request: Request, stamp: ParameterVersion | None) -> None:
         """The parameters of one step are all that there is: the newest."""
         asked = request.path_params.get("version")
         if asked is not None and (stamp is None or asked != str(stamp.step)):
             newest = f"the newest is {stamp.step}" if stamp else "there is none yet"
-            raise Refusal(f"there is no version {asked[:80]!r} of {self._name!r}: {newest}, and no other is kept", 404)
+            raise HttpError(
+                f"there is no version {asked[:80]!r} of {self._name!r}: {newest}, and no other is kept", 404
+            )
 
 
 async def _within(seconds: float, future: Future[T]) -> T:
@@ -166,7 +168,7 @@ async def _within(seconds: float, future: Future[T]) -> T:
 async def _body(request: Request) -> bytes:
     coding = request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
-        raise Refusal(f"the body is encoded as {coding[:80]!r}, expected it as it is", 415)
+        raise HttpError(f"the body is encoded as {coding[:80]!r}, expected it as it is", 415)
     return await request.body()
 
 
@@ -176,7 +178,7 @@ def _json(content: Any) -> Response:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
+    assert isinstance(error, HttpError)
     return error_response(str(error), error.status)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .elements import NAMES, Value
-from .refusal import Refusal, first_line, quoted
+from ..http.errors import HttpError, first_line, quoted
 from .signature import named
+from .tensor_codec import NAMES, Value
 
 Predict = Callable[[Any, Any], Any]
 
@@ -26,18 +26,18 @@ def rows_of(inputs: Mapping[str, Value], texts: bool) -> int:
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor):
             if value.dim() == 0 or value.numel() == 0:
-                raise Refusal(f"input {name!r} has shape {list(value.shape)}, expected at least one row")
+                raise HttpError(f"input {name!r} has shape {list(value.shape)}, expected at least one row")
             if value.dtype not in NAMES:
-                raise Refusal(f"input {name!r} has dtype {value.dtype}, expected one of {quoted([*NAMES.values()])}")
+                raise HttpError(f"input {name!r} has dtype {value.dtype}, expected one of {quoted([*NAMES.values()])}")
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise Refusal(f"input {name!r} holds NaN or infinity")
+                raise HttpError(f"input {name!r} holds NaN or infinity")
         elif not value:
-            raise Refusal(f"input {name!r} has no rows")
+            raise HttpError(f"input {name!r} has no rows")
         elif not texts:
-            raise Refusal(f"input {name!r} holds texts: job.prepare(…, predict=fn) can turn them into tensors")
+            raise HttpError(f"input {name!r} holds texts: job.prepare(…, predict=fn) can turn them into tensors")
         counts[name] = len(value)
     if len(set(counts.values())) != 1:
-        raise Refusal(
+        raise HttpError(
             f"the inputs need the same number of rows, but have {counts}" if counts else "there are no inputs"
         )
     return next(iter(counts.values()))
@@ -84,20 +84,20 @@ def call(models: Sequence[nn.Module], predict: Predict | None, inputs: Mapping[s
             given = {"output": output} if predict is not None and isinstance(output, list) else named(output)
             return {name: _plain(name, value) for name, value in given.items()}
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise Refusal(f"not enough memory for this many rows: {first_line(error)}", 503) from error
+        raise HttpError(f"not enough memory for this many rows: {first_line(error)}", 503) from error
     except COMPLAINTS as error:
-        raise Refusal(f"{_who(predict)} raised {type(error).__name__}: {first_line(error)}") from error
+        raise HttpError(f"{_who(predict)} raised {type(error).__name__}: {first_line(error)}") from error
 
 
 def check_rows(outputs: Mapping[str, Value], rows: int, predict: Predict | None) -> None:
     """The first dimension of every output has to be the rows, or nobody could say which answer is whose."""
     if not outputs:
-        raise Refusal(f"{_who(predict)} gave no outputs", 500)
+        raise HttpError(f"{_who(predict)} gave no outputs", 500)
     for name, value in outputs.items():
         shape = list(value.shape) if isinstance(value, torch.Tensor) else [len(value)]
         if not shape or shape[0] != rows:
             remedy = "it has" if predict else "job.prepare(…, predict=fn) has"
-            raise Refusal(
+            raise HttpError(
                 f"{_who(predict)} gave output {name!r} of shape {shape} for {rows} rows, expected [{rows}, …]: "
                 f"{remedy} to give one answer for each row, whatever their number", 500
             )  # fmt: skip
@@ -129,11 +129,13 @@ def _plain(name: str, value: Any) -> Value:
     """An output as a tensor of a known datatype on the CPU, or as a list of what JSON can hold."""
     if isinstance(value, torch.Tensor):
         if value.dtype not in NAMES:
-            raise Refusal(f"output {name!r} has dtype {value.dtype}, expected one of {quoted([*NAMES.values()])}", 500)
+            raise HttpError(
+                f"output {name!r} has dtype {value.dtype}, expected one of {quoted([*NAMES.values()])}", 500
+            )
         return value.detach().cpu().clone()  # it may be a view of a parameter, which changes with the next refresh
     rows = _element(name, value)
     if not isinstance(rows, list):
-        raise Refusal(f"output {name!r} is a {type(value).__name__}, expected a tensor or a list", 500)
+        raise HttpError(f"output {name!r} is a {type(value).__name__}, expected a tensor or a list", 500)
     return rows
 
 
@@ -146,4 +148,4 @@ def _element(name: str, value: Any) -> Any:
         return {str(key): _element(name, element) for key, element in value.items()}
     if hasattr(value, "tolist"):  # tensors within lists, and numpy's arrays and numbers, without asking for numpy
         return _element(name, value.tolist())
-    raise Refusal(f"output {name!r} holds a {type(value).__name__}, expected numbers, texts, lists or dicts", 500)
+    raise HttpError(f"output {name!r} holds a {type(value).__name__}, expected numbers, texts, lists or dicts", 500)

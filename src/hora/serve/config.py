@@ -74,23 +74,23 @@ class ServeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Every:
+class PublishInterval:
     """After so many steps, or after so many seconds."""
 
     steps: int | None = None
     seconds: float | None = None
 
 
-def every_of(text: str) -> Every:
+def every_of(text: str) -> PublishInterval:
     """`step`, `10` (steps), `1s`, `0.5s`; else ValueError."""
     if text == "step":
-        return Every(steps=1)
+        return PublishInterval(steps=1)
     if re.fullmatch(r"[1-9]\d{0,8}", text):
-        return Every(steps=int(text))
+        return PublishInterval(steps=int(text))
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)s", text)
     if match is None:
         raise ValueError(f"--serve-every takes step, a number of steps, or seconds as 0.5s, not {text!r}")
-    return Every(seconds=float(match[1]))
+    return PublishInterval(seconds=float(match[1]))
 
 
 def address_of(text: str, flag: str = "--serve") -> tuple[str, int]:

@@ -19,14 +19,14 @@ from typing import Any
 import msgspec
 import torch
 
-from ..coordinator import Control, Event
+from ..coordinator import CoordinatorEvent, CoordinatorLine
+from ..net.fd_passing import FdPassing
 from ..strategies.sync import Sync
 from ..training.hooks import Hook
-from ..transport.passing import Passing
 from .config import ServeConfig, every_of
-from .protocol import signature_of
-from .showcase import Showcase
-from .source import Stamp
+from .inference_protocol import signature_of
+from .snapshot_buffer import SnapshotBuffer
+from .source import ParameterVersion
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ FETCH_S = 60.0
 KEY = "showcase"  # under which the descriptor is offered
 
 
-class Offer(msgspec.Struct, frozen=True):
+class SnapshotOffer(msgspec.Struct, frozen=True):
     """What a worker puts under `showcase/<rank>`: where its descriptor can be had, or why it shows nothing."""
 
     address: str = ""
@@ -48,7 +48,13 @@ class Publisher:
     nothing raises, and only `close` may wait for the predictor."""
 
     def __init__(
-        self, config: ServeConfig, rank: int, sync: Sync, control: Control, token: bytes, everybody: bool = False
+        self,
+        config: ServeConfig,
+        rank: int,
+        sync: Sync,
+        control: CoordinatorLine,
+        token: bytes,
+        everybody: bool = False,
     ) -> None:
         """`everybody`: the run outlives its rank 0, so every worker shows what only it would."""
         self._config = config
@@ -60,8 +66,8 @@ class Publisher:
         self._problem = ""  # why nothing is shown any more
         self._last_step = 0
         self._last_at = time.monotonic()
-        self._showcase: Showcase | None = None
-        self._passing: Passing | None = None
+        self._showcase: SnapshotBuffer | None = None
+        self._passing: FdPassing | None = None
         self._forsaken = False  # the predictor has gone
         if rank and not (self._newest or everybody):
             return
@@ -71,19 +77,19 @@ class Publisher:
         try:
             roster = sync.roster
             roster.refresh_buffers()
-            self._showcase = Showcase.create(roster.parameters, roster.buffers, roster.entries())
-            self._passing = Passing(token, FETCH_S)
+            self._showcase = SnapshotBuffer.create(roster.parameters, roster.buffers, roster.entries())
+            self._passing = FdPassing(token, FETCH_S)
             os.register_at_fork(after_in_child=self._passing.forget)
             self._passing.offer(KEY, self._showcase.descriptor)
         except Exception as problem:
             self._give_up(problem)
         self.show(sync.steps, True)
-        offer = Offer(problem=self._problem)
+        offer = SnapshotOffer(problem=self._problem)
         if self._passing is not None and self._showcase is not None:
-            offer = Offer(self._passing.address, KEY)
+            offer = SnapshotOffer(self._passing.address, KEY)
         control.note(f"showcase/{rank}", msgspec.msgpack.encode(offer))
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event: CoordinatorEvent) -> None:
         """On the line's own thread."""
         if event.member is not None and event.member.role == "predictor" and event.kind in ("joined", "left", "died"):
             self._forsaken = event.kind != "joined"
@@ -97,7 +103,7 @@ class Publisher:
                 self._round = -1  # the first one after the warm-up is news
                 if at_once or self._is_due(step):
                     local_step = None if self._sync.rounds is None else 0
-                    self._publish(self._own(), Stamp(step, round=self._sync.rounds, local_step=local_step))
+                    self._publish(self._own(), ParameterVersion(step, round=self._sync.rounds, local_step=local_step))
             else:
                 self._show_round(step, at_once)
         except Exception as problem:
@@ -109,10 +115,10 @@ class Publisher:
         assert sync.rounds is not None
         closed = sync.rounds != self._round
         if ((at_once or closed) and not sync.local_steps) or (closed and self._keeps_average()):
-            self._publish(sync.common(), Stamp(step, round=sync.rounds, local_step=0))
+            self._publish(sync.common(), ParameterVersion(step, round=sync.rounds, local_step=0))
             self._round = sync.rounds
         elif self._newest and (closed or self._is_due(step)):
-            self._publish(self._own(), Stamp(step, round=sync.rounds, local_step=sync.local_steps))
+            self._publish(self._own(), ParameterVersion(step, round=sync.rounds, local_step=sync.local_steps))
             self._round = sync.rounds
 
     def _keeps_average(self) -> bool:
@@ -138,7 +144,7 @@ class Publisher:
     def _own(self) -> Sequence[torch.Tensor]:
         return self._sync.roster.parameters
 
-    def _publish(self, parameters: Sequence[torch.Tensor], stamp: Stamp) -> None:
+    def _publish(self, parameters: Sequence[torch.Tensor], stamp: ParameterVersion) -> None:
         assert self._showcase is not None
         roster = self._sync.roster
         roster.refresh_buffers()

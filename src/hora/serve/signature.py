@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import torch
 
-from .elements import NAMES, Value, datatype_of
-from .refusal import Refusal, quoted
+from ..http.errors import HttpError, quoted
+from .tensor_codec import NAMES, Value, datatype_of
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -54,14 +54,14 @@ def check(signature: Signature, inputs: Mapping[str, Value]) -> None:
     model is the judge of that. Those of floating numbers may not."""
     specs = {spec.name: spec for spec in signature.inputs}
     if set(specs) != set(inputs):
-        raise Refusal(f"the inputs are named {quoted(inputs)}, expected {quoted(specs)}")
+        raise HttpError(f"the inputs are named {quoted(inputs)}, expected {quoted(specs)}")
     for name, value in inputs.items():
         spec = specs[name]
         if datatype_of(value) != spec.datatype:
-            raise Refusal(f"input {name!r} has datatype {datatype_of(value)}, expected {spec.datatype}")
+            raise HttpError(f"input {name!r} has datatype {datatype_of(value)}, expected {spec.datatype}")
         if isinstance(value, torch.Tensor) and not _agrees(list(value.shape), spec):
             hint = "; one row is a list that holds it" if value.dim() == len(spec.shape) - 1 else ""
-            raise Refusal(f"input {name!r} has shape {list(value.shape)}, expected {spec.shape}{hint}")
+            raise HttpError(f"input {name!r} has shape {list(value.shape)}, expected {spec.shape}{hint}")
 
 
 def _agrees(shape: list[int], spec: TensorSpec) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 
-class Stamp(msgspec.Struct, frozen=True, omit_defaults=True):
+class ParameterVersion(msgspec.Struct, frozen=True, omit_defaults=True):
     """The moment that a model's parameters are of. `step` never goes back from one answer to the next.
 
     `round` and `local_step` where workers train alone between rounds: after which round, and how many steps of one
@@ -27,8 +27,8 @@ class Stamp(msgspec.Struct, frozen=True, omit_defaults=True):
     spread: int | None = None
 
 
-class Source(Protocol):
-    def refresh(self) -> Stamp | None:
+class ParameterSource(Protocol):
+    def refresh(self) -> ParameterVersion | None:
         """None as long as there never were any parameters."""
 
     def close(self) -> None: ...

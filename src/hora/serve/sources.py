@@ -17,32 +17,32 @@ import torch
 
 from .. import checkpoint
 from ..errors import HoraError
-from ..roster import Roster
-from ..saving import BUFFER
-from ..server.layout import Layout
-from ..server.memory import Memory
+from ..parameters.registry import ParameterRegistry
+from ..server.block_memory import BlockMemory
+from ..server.layout import BlockLayout
 from ..server.shelf import WORD, views
-from .showcase import Showcase
-from .source import Stamp
-from .staging import Staging
+from ..training.checkpointing import BUFFER_PREFIX
+from .snapshot_buffer import SnapshotBuffer
+from .source import ParameterVersion
+from .staging import StagedParameters
 
 READ_S = 0.02  # how long a reader of servers tries to meet them at rest
 
 
-class FromShowcases:
+class SnapshotSource:
     """The newest of what workers show: the later round, within it the later local step, else the later step."""
 
-    def __init__(self, roster: Roster, showcases: Sequence[Showcase]) -> None:
-        self._staging = Staging(roster)
+    def __init__(self, roster: ParameterRegistry, showcases: Sequence[SnapshotBuffer]) -> None:
+        self._staging = StagedParameters(roster)
         self._showcases = list(showcases)
-        self._held: Stamp | None = None
-        self._refused: dict[int, Stamp] = {}  # what was not finite, by its showcase's place
+        self._held: ParameterVersion | None = None
+        self._refused: dict[int, ParameterVersion] = {}  # what was not finite, by its showcase's place
 
-    def add(self, showcase: Showcase) -> None:
+    def add(self, showcase: SnapshotBuffer) -> None:
         """One more worker shows something. Thread-safe."""
         self._showcases.append(showcase)
 
-    def refresh(self) -> Stamp | None:
+    def refresh(self) -> ParameterVersion | None:
         cases = list(enumerate(self._showcases))
         found = [(stamp, number, case) for number, case in cases if (stamp := case.newest()) is not None]
         for stamp, number, case in sorted(found, key=lambda each: _order(each[0]), reverse=True):
@@ -58,7 +58,7 @@ class FromShowcases:
             self._refused[number] = read
         return self._held
 
-    def _is_news(self, stamp: Stamp) -> bool:
+    def _is_news(self, stamp: ParameterVersion) -> bool:
         return self._held is None or (_order(stamp) > _order(self._held) and stamp.step >= self._held.step)
 
     def close(self) -> None:
@@ -66,11 +66,11 @@ class FromShowcases:
             showcase.close()
 
 
-def _order(stamp: Stamp) -> tuple[int, int, int]:
+def _order(stamp: ParameterVersion) -> tuple[int, int, int]:
     return stamp.round or 0, stamp.local_step or 0, stamp.step
 
 
-class FromServers:
+class ServerSource:
     """`together`: the servers take steps as one, and all blocks must be of the same. Else each block is whole, and the
     stamp is the lowest of their versions with the spread. As soon as one block was updated, those that never were, as
     those of a layer that gets no gradients, do not count; should one begin late, the step stays until it has come as
@@ -81,9 +81,14 @@ class FromServers:
     """
 
     def __init__(
-        self, roster: Roster, layout: Layout, memories: Sequence[Memory], showcase: Showcase, together: bool
+        self,
+        roster: ParameterRegistry,
+        layout: BlockLayout,
+        memories: Sequence[BlockMemory],
+        showcase: SnapshotBuffer,
+        together: bool,
     ) -> None:
-        self._staging = Staging(roster)
+        self._staging = StagedParameters(roster)
         self._layout = layout
         self._memories = memories
         self._showcase = showcase
@@ -100,12 +105,12 @@ class FromServers:
             for part, memory in zip(layout.parts, memories, strict=True)
         ]
         self._trained = {index for index in self._served if roster.parameters[index].requires_grad}
-        self._held: Stamp | None = None
+        self._held: ParameterVersion | None = None
         self._bases: list[int] = []  # the steps at which the servers got what the last stamp counts from
         self._seen: list[list[int]] = []  # the servers' words when they were read last
-        self._shown: Stamp | None = None  # what was last taken from rank 0
+        self._shown: ParameterVersion | None = None  # what was last taken from rank 0
 
-    def refresh(self) -> Stamp | None:
+    def refresh(self) -> ParameterVersion | None:
         self._look_at_showcase()
         if self._shown is None:
             return None
@@ -142,7 +147,7 @@ class FromServers:
             self._staging.load()
             self._held = self._shown = read
 
-    def _read_step(self) -> Stamp | None:
+    def _read_step(self) -> ParameterVersion | None:
         """All blocks of one step: every server at rest, at the same moment, before and after."""
         deadline = time.monotonic() + READ_S
         while True:
@@ -153,12 +158,12 @@ class FromServers:
                     for _, source, target in blocks:
                         target.copy_(source)
                 if [memory.moment[0] for memory in self._memories] == before:
-                    return Stamp(step)
+                    return ParameterVersion(step)
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0)
 
-    def _read_blocks(self) -> Stamp | None:
+    def _read_blocks(self) -> ParameterVersion | None:
         versions, moved = [], []
         bases = [memory.moment[1] for memory in self._memories]
         for memory, blocks, base in zip(self._memories, self._blocks, bases, strict=True):
@@ -174,13 +179,13 @@ class FromServers:
         if self._held is not None and bases == self._bases:
             lowest = max(lowest, self._held.step)
         self._bases = bases
-        return Stamp(lowest, spread=max(0, max(versions, default=0) - lowest))
+        return ParameterVersion(lowest, spread=max(0, max(versions, default=0) - lowest))
 
     def close(self) -> None:
         self._showcase.close()
 
 
-def _read_whole(memory: Memory, number: int, source: torch.Tensor, target: torch.Tensor) -> int | None:
+def _read_whole(memory: BlockMemory, number: int, source: torch.Tensor, target: torch.Tensor) -> int | None:
     """Copies one block and gives its version, counted from the job's step 0; None if none is there, or it is being
     written for too long, by a server that has died perhaps."""
     deadline = time.monotonic() + READ_S
@@ -196,15 +201,18 @@ def _read_whole(memory: Memory, number: int, source: torch.Tensor, target: torch
         time.sleep(0)
 
 
-class FromCheckpoint:
+class CheckpointSource:
     """A saved model. HoraError if it is another than this one."""
 
-    def __init__(self, roster: Roster, found: checkpoint.Checkpoint) -> None:
+    def __init__(self, roster: ParameterRegistry, found: checkpoint.Checkpoint) -> None:
         saved = found.tensors("model")
-        staging = Staging(roster)
+        staging = StagedParameters(roster)
         targets = dict(zip(roster.names, staging.parameters, strict=True))
-        for name, target in {**targets, **{BUFFER + name: buffer for name, buffer in staging.buffers.items()}}.items():
-            told = name.removeprefix(BUFFER)
+        for name, target in {
+            **targets,
+            **{BUFFER_PREFIX + name: buffer for name, buffer in staging.buffers.items()},
+        }.items():
+            told = name.removeprefix(BUFFER_PREFIX)
             if name not in saved and name in targets:
                 raise HoraError(f"{found.path} has no {told}: it is of another model")
             if name not in saved:
@@ -217,9 +225,9 @@ class FromCheckpoint:
                 )
             target.copy_(saved[name])
         staging.load()
-        self._stamp = Stamp(found.step)
+        self._stamp = ParameterVersion(found.step)
 
-    def refresh(self) -> Stamp | None:
+    def refresh(self) -> ParameterVersion | None:
         return self._stamp
 
     def close(self) -> None:

@@ -6,16 +6,16 @@ from collections.abc import Collection
 
 import torch
 
-from ..lanes import flatten, is_dense
-from ..roster import Roster
+from ..parameters.registry import ParameterRegistry
+from ..parameters.shards import flatten, is_dense
 from ..strategies.nonfinite import is_finite
 
 
-class Staging:
+class StagedParameters:
     """What is read goes into `parameters` and `buffers`, and from there into the model, if it is finite. Buffers that
     were infinite from the start, a mask of -inf perhaps, may be so."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: ParameterRegistry) -> None:
         self._roster = roster
         self.parameters = [_like(parameter) for parameter in roster.parameters]
         self.buffers = {

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..coordinator import Control
+from ..coordinator import CoordinatorLine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Access:
+class RunContext:
     """`colocated`: the first `num_servers` workers of the launch host a server each, in their own process.
 
     `joined`: this worker came to a run that was under way. `shared`: whether memory may be shared on one host.
     `history`: a folder into which servers write what they did, for checkers. `watched`: somebody wants their reports.
     """
 
-    control: Control
+    control: CoordinatorLine
     token: bytes
     name: str  # of this process, for messages
     rank: int

@@ -19,49 +19,49 @@ from typing import Any
 
 import torch
 
-from .. import spans
-from ..coordinator import Control, Event
+from ..coordinator import CoordinatorEvent, CoordinatorLine
 from ..coordinator.client import dial
 from ..errors import HoraError, Mismatch, OutOfMemory, PeerLost, Timeout
-from ..spans import COMMUNICATION, TRAINING
+from ..monitor import spans
+from ..monitor.spans import COMMUNICATION, TRAINING
+from ..net.fd_passing import FdPassing
+from ..net.message_socket import ConnectionClosed, MessageSocket
 from ..transport.base import NOTICE_S, SLICE_S, SLOW_S
-from ..transport.line import Closed, Line
-from ..transport.passing import Passing
 from ..transport.tcp import memory_of, tune
 from . import messages
-from .fold import Fold
-from .layout import Block, Layout, Parcel
-from .link import Link
+from .block_memory import BlockMemory
+from .connection import ServerConnection
+from .host_aggregation import HostAggregation
+from .layout import BlockLayout, Chunk, ParameterBlock
 from .loop import PURPOSE, near_address
-from .memory import Memory
-from .messages import (
-    Ask,
-    Begin,
-    Blob,
-    Bye,
-    Done,
-    Drop,
-    Enter,
-    Extra,
-    Fill,
-    Got,
-    Hello,
-    Keep,
-    Load,
+from .messages import (  # fmt: skip
+    Ack,
+    BeginStep,
+    BlobReply,
+    ChunkReady,
+    DropStep,
+    EnterLoop,
+    ExtraConnection,
+    FillParameters,
+    GetBlob,
+    LeaveLoop,
+    LoadState,
     Lookup,
-    Message,
     Pull,
     Push,
-    Ready,
+    PutBlob,
     Refused,
-    Rest,
-    Rows,
-    Trouble,
+    RowsReply,
+    ServerError,
+    ServerMessage,
+    SynchronizedAck,
     Welcome,
-)  # fmt: skip
+    WorkerBye,
+    WorkerHello,
+)
+from .push_codec import PushCodec
 from .rows import num_bytes, to_bytes
 from .state import Rules
-from .wire import Wire
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ CAUSE_S = 0.5  # a broken line waits this long for word of why
 Check = Callable[[], None]
 
 
-class Client:
+class ServerClient:
     """One worker's lines. Everything is called on its training thread; `check` is called while it waits, and may raise.
 
     `targets(block)` gives the memory, as a vector, into which a block's parameters are read.
@@ -84,13 +84,13 @@ class Client:
         *,
         rank: int,
         name: str,
-        layout: Layout,
+        layout: BlockLayout,
         dtypes: Sequence[torch.dtype],
-        control: Control,
+        control: CoordinatorLine,
         token: bytes,
         timeout_s: float,
         check: Check,
-        targets: Callable[[Block], torch.Tensor],
+        targets: Callable[[ParameterBlock], torch.Tensor],
         rules: Rules,
         shared: bool = True,
         colocated: bool = False,
@@ -99,16 +99,16 @@ class Client:
         self.rank = rank
         self.name = name
         self.layout = layout
-        self.links = [Link(number, part, dtypes) for number, part in enumerate(layout.parts)]
+        self.links = [ServerConnection(number, part, dtypes) for number, part in enumerate(layout.parts)]
         for link in self.links:
-            link.wire = Wire(rules.wire, rules.codec, link.part, dtypes)
+            link.wire = PushCodec(rules.wire, rules.codec, link.part, dtypes)
         self.check = check
         self.notice: Callable[[], None] = lambda: None  # a wait has lasted for NOTICE_S
         self.pushed_bytes = 0  # of gradients, sent or laid out for a server to read
         self.plain_bytes = 0  # what these would be if none were encoded
-        self.fold: Fold | None = None
+        self.fold: HostAggregation | None = None
         self._rules = rules
-        self._spreading: list[tuple[Link, Parcel]] = []  # what the mates are to get of the step under way
+        self._spreading: list[tuple[ServerConnection, Chunk]] = []  # what the mates are to get of the step under way
         self.lags: list[int] = []
         self._sent_at = 0  # when the last push was done, for the trace
         self._targets = targets
@@ -117,19 +117,21 @@ class Client:
         self._timeout_s = timeout_s
         self._ended: dict[int, str] = {}
         self._poller = select.poll()
-        self._by_descriptor: dict[int, tuple[Link, Line]] = {}
+        self._by_descriptor: dict[int, tuple[ServerConnection, MessageSocket]] = {}
         self._num_pulls = 0
         self._deferring = False
-        self._deferred: list[tuple[Link, Ready]] = []  # what may be read, and is not before it is wanted
-        self._passing: Passing | None = None
+        self._deferred: list[
+            tuple[ServerConnection, ChunkReady]
+        ] = []  # what may be read, and is not before it is wanted
+        self._passing: FdPassing | None = None
         if shared:
             with contextlib.suppress(OSError):
-                self._passing = Passing(token, timeout_s)
-        self._order: dict[int, list[tuple[Link, Parcel]]] = {}
+                self._passing = FdPassing(token, timeout_s)
+        self._order: dict[int, list[tuple[ServerConnection, Chunk]]] = {}
         for optimizer in {parcel.optimizer for part in layout.parts for parcel in part.parcels}:
             those = [(link, p) for link in self.links for p in link.part.parcels if p.optimizer == optimizer]
             self._order[optimizer] = sorted(those, key=lambda pair: (pair[1].blocks[0].index, pair[1].blocks[0].start))
-        self._tables: dict[int, list[Parcel]] = {}  # by parameter, in the order of the servers
+        self._tables: dict[int, list[Chunk]] = {}  # by parameter, in the order of the servers
         for link in self.links:
             for parcel in link.part.parcels:
                 if parcel.table is not None:
@@ -152,12 +154,12 @@ class Client:
             host, port, passing = address.split()
             self._meet(link, (host, int(port)), "" if passing == "-" else passing, entries)
 
-    def _meet(self, link: Link, address: tuple[str, int], passing: str, entries: list[list[Any]]) -> None:
+    def _meet(self, link: ServerConnection, address: tuple[str, int], passing: str, entries: list[list[Any]]) -> None:
         num_blocks, num_bytes = len(link.part.blocks), link.part.num_bytes
         key = ""
         if passing and self._passing is not None and self._reaches(passing):
             try:
-                link.gradients = Memory.shared(num_blocks, num_bytes)
+                link.gradients = BlockMemory.shared(num_blocks, num_bytes)
             except OutOfMemory as problem:
                 log.warning("rank %d: no shared memory for gradients, so they travel over TCP: %s", self.rank, problem)
             else:
@@ -166,9 +168,9 @@ class Client:
                 self._passing.offer(key, link.gradients.descriptor)
                 link.shared = True
         if not link.shared:
-            link.gradients = Memory(num_blocks, num_bytes)
+            link.gradients = BlockMemory(num_blocks, num_bytes)
         self._open(link, address, passing).send(
-            Hello(self.rank, self.name, self.layout.fingerprint, entries,
+            WorkerHello(self.rank, self.name, self.layout.fingerprint, entries,
                   self._passing.address if link.shared and self._passing else "", key)
         )  # fmt: skip
         answer = self._answer(link, Welcome, Refused)
@@ -178,16 +180,16 @@ class Client:
         if link.shared:
             assert self._passing is not None
             descriptor = self._passing.fetch(answer.passing, answer.mine or answer.key)
-            link.parameters = Memory(num_blocks, num_bytes, descriptor)
+            link.parameters = BlockMemory(num_blocks, num_bytes, descriptor)
             link.parameters.close()
             self._passing.withdraw(key)
             link.gradients.close()
             link.private = bool(answer.mine)
         else:
-            link.parameters = Memory(num_blocks, num_bytes)
+            link.parameters = BlockMemory(num_blocks, num_bytes)
             link.private = True
             for number in range(NUM_EXTRA):
-                self._open(link, address).send(Extra(self.rank, number))
+                self._open(link, address).send(ExtraConnection(self.rank, number))
         link.settle()
 
     def _reaches(self, passing: str) -> bool:
@@ -198,37 +200,37 @@ class Client:
             return False
         return True
 
-    def _open(self, link: Link, address: tuple[str, int], passing: str = "") -> Line:
+    def _open(self, link: ServerConnection, address: tuple[str, int], passing: str = "") -> MessageSocket:
         if link.shared:
             assert self._passing is not None
             sock = self._passing.reach(near_address(passing)[1:], self._timeout_s, PURPOSE)
         else:
             sock = dial(address, self._token, PURPOSE, check=self.check)
             tune(sock)
-        line = Line(sock, self._place, messages.encode, messages.decode)
+        line = MessageSocket(sock, self._place, messages.encode, messages.decode)
         line.peer = ("server", link.number)
         link.lines.append(line)
         self._by_descriptor[line.fileno()] = (link, line)
         self._poller.register(line.fileno(), select.POLLIN)
         return line
 
-    def _place(self, line: Line, message: Message, num_bytes: int) -> memoryview:
+    def _place(self, line: MessageSocket, message: ServerMessage, num_bytes: int) -> memoryview:
         assert line.peer is not None
         link = self.links[line.peer[1]]
-        if isinstance(message, Ready) and not link.shared and 0 <= message.parcel < len(link.part.parcels):
+        if isinstance(message, ChunkReady) and not link.shared and 0 <= message.parcel < len(link.part.parcels):
             parcel = link.part.parcels[message.parcel]
             if num_bytes <= parcel.num_bytes:
                 return memory_of(link.parameters.data[parcel.at : parcel.at + num_bytes])
-        if isinstance(message, Rows) and message.number in link.rooms:
+        if isinstance(message, RowsReply) and message.number in link.rooms:
             room = link.rooms[message.number]
             if num_bytes == room.numel() * room.element_size():
                 return memory_of(room)
-        if isinstance(message, Blob):
+        if isinstance(message, BlobReply):
             link.blob = bytearray(num_bytes)
             return memoryview(link.blob)
         raise HoraError(f"server {link.number} sent {num_bytes} bytes behind a {type(message).__name__}")
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event: CoordinatorEvent) -> None:
         if event.member is None or event.kind not in ("died", "left"):
             return
         if event.member.role == "server" or (
@@ -241,7 +243,9 @@ class Client:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def push(self, begin: Begin, gradient: Callable[[Block], torch.Tensor | None], defer: bool = False) -> None:
+    def push(
+        self, begin: BeginStep, gradient: Callable[[ParameterBlock], torch.Tensor | None], defer: bool = False
+    ) -> None:
         """Sends a step's gradients to all servers, and reads what is ready meanwhile; with `defer` not before `pull`.
 
         `gradient(block)` is that block's as a vector, None if it has none, or a sparse tensor of its rows."""
@@ -265,7 +269,7 @@ class Client:
             for lane in (TRAINING, COMMUNICATION):
                 spans.add(lane, "push", started, self._sent_at, step=begin.step, bytes=self.pushed_bytes - pushed_bytes)
 
-    def _begin(self, begin: Begin, worth: float) -> list[float]:
+    def _begin(self, begin: BeginStep, worth: float) -> list[float]:
         """Tells all servers that a step begins; what multiplies the gradients here already, by server.
 
         A rounding error counts the same whenever it is fed back: so what a gradient counts goes in before rounding.
@@ -312,16 +316,16 @@ class Client:
                 asked.append((link, parcel, mine))
         found = _room(len(ids), parcels[0])
         for link, parcel, mine in asked:
-            answer = self._answer(link, Rows)
-            while isinstance(answer, Rows) and answer.number != number:
+            answer = self._answer(link, RowsReply)
+            while isinstance(answer, RowsReply) and answer.number != number:
                 link.rooms.pop(answer.number, None)  # of one that was broken off
-                answer = self._answer(link, Rows)
-            assert isinstance(answer, Rows)
+                answer = self._answer(link, RowsReply)
+            assert isinstance(answer, RowsReply)
             found[mine] = link.rooms.pop(number)
             link.base[parcel.blocks[0].number] = answer.version
         return found
 
-    def _push_rows(self, link: Link, parcel: Parcel, step: int, given: torch.Tensor | None) -> None:
+    def _push_rows(self, link: ServerConnection, parcel: Chunk, step: int, given: torch.Tensor | None) -> None:
         """The gradient of a table, whose rows travel over the line."""
         base = [link.base[parcel.blocks[0].number]]
         if given is None:
@@ -332,15 +336,26 @@ class Client:
         values = given.values().to(parcel.table.dtype).contiguous()
         self._send(link, Push(step, parcel.number, base, None, [to_bytes(given.indices()[0])]), values)
 
-    def _send(self, link: Link, message: Message, payload: torch.Tensor | bytes | None = None, number: int = 0) -> None:
+    def _send(
+        self,
+        link: ServerConnection,
+        message: ServerMessage,
+        payload: torch.Tensor | bytes | None = None,
+        number: int = 0,
+    ) -> None:
         """On one of the lines to this server; PeerLost if it is gone."""
         try:
             link.lines[number].send(message, payload)
-        except Closed as problem:
+        except ConnectionClosed as problem:
             raise self._lost(link, problem) from None
 
     def _push(
-        self, link: Link, parcel: Parcel, step: int, gradient: Callable[[Block], torch.Tensor | None], factor: float
+        self,
+        link: ServerConnection,
+        parcel: Chunk,
+        step: int,
+        gradient: Callable[[ParameterBlock], torch.Tensor | None],
+        factor: float,
     ) -> None:
         if parcel.table is not None:
             self._push_rows(link, parcel, step, gradient(parcel.blocks[0]))
@@ -375,7 +390,13 @@ class Client:
         self._send_gradients(link, parcel, step, have, rows, place[:length])
 
     def _send_gradients(
-        self, link: Link, parcel: Parcel, step: int, have: list[bool], rows: list[bytes] | None, data: torch.Tensor
+        self,
+        link: ServerConnection,
+        parcel: Chunk,
+        step: int,
+        have: list[bool],
+        rows: list[bytes] | None,
+        data: torch.Tensor,
     ) -> None:
         """What lies staged, over the line, or where the server reads it."""
         blocks = list(zip(parcel.blocks, link.staged[parcel.number], have, strict=True))
@@ -396,7 +417,7 @@ class Client:
         self.pushed_bytes += plain_bytes + num_rows_bytes
         self._send(link, message, data, parcel.number % len(link.lines))
 
-    def pull(self) -> list[Ready]:
+    def pull(self) -> list[ChunkReady]:
         """Waits for the rest of the step's parcels and reads them; what the servers said of them."""
         self._deferring = False
         begin = spans.clock() if spans.on else 0
@@ -414,7 +435,7 @@ class Client:
             self._sent_at = 0
         return [ready for link in self.links for ready in link.readies]
 
-    def _spread(self, fold: Fold, parcels: Sequence[tuple[Link, Parcel]]) -> None:
+    def _spread(self, fold: HostAggregation, parcels: Sequence[tuple[ServerConnection, Chunk]]) -> None:
         """The leader's parcels to its mates, in the order of the model, which is about that of their arrival."""
         if not fold.leads:  # what others may wait for is on its way before this worker waits for the leader
             self._wait(lambda: not any(line.pending for link in self.links for line in link.lines))
@@ -456,7 +477,7 @@ class Client:
         for link in self.links:
             link.held = list(link.base)
 
-    def refresh(self) -> list[Ready]:
+    def refresh(self) -> list[ChunkReady]:
         """All parameters as they are now."""
         self._num_pulls += 1
         self._spreading = []  # of a step that was broken off
@@ -497,21 +518,21 @@ class Client:
                     for message in line.receive():
                         self._take(link, message)
                         moved = True
-            except Closed as problem:
+            except ConnectionClosed as problem:
                 raise self._lost(link, problem) from None
         return moved
 
-    def _take(self, link: Link, message: Message) -> None:
-        if isinstance(message, Ready) and self._deferring:
+    def _take(self, link: ServerConnection, message: ServerMessage) -> None:
+        if isinstance(message, ChunkReady) and self._deferring:
             self._deferred.append((link, message))
-        elif isinstance(message, Ready):
+        elif isinstance(message, ChunkReady):
             parcel = link.part.parcels[message.parcel]
             self.lags.append(message.lag)
             link.read(parcel, message, self._targets, self._check_alive)
             link.answered(message.parcel, counts=not message.skipped and not message.dropped)
             link.outstanding.discard(message.parcel)
             link.readies.append(message)
-        elif isinstance(message, Trouble):
+        elif isinstance(message, ServerError):
             raise HoraError(message.reason)
         else:
             link.answers.append(message)
@@ -519,22 +540,22 @@ class Client:
     # -- outside of steps ----------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        self._tell(Enter())
+        self._tell(EnterLoop())
 
     def rest(self) -> None:
-        self._tell(Rest())
+        self._tell(LeaveLoop())
 
     def got(self, step: int) -> None:
-        self._tell(Got(step))
+        self._tell(SynchronizedAck(step))
 
     def drop(self, step: int) -> None:
         """The step under way will not take place: no answer to it can come, since one worker never pushed."""
         for link in self.links:
             link.outstanding.clear()
             link.take_back()
-            self._send(link, Drop(step))
+            self._send(link, DropStep(step))
 
-    def fill(self, parameter: Callable[[Block], torch.Tensor], step: int = 0) -> None:
+    def fill(self, parameter: Callable[[ParameterBlock], torch.Tensor], step: int = 0) -> None:
         """The servers take these parameters over, which are of this step of the job."""
         for link in self.links:
             for parcel in link.part.parcels:
@@ -543,8 +564,8 @@ class Client:
                 for block, room in zip(parcel.blocks, link.staged[parcel.number], strict=True):
                     room.copy_(parameter(block))
                 payload = None if link.shared else link.gradients.data[parcel.at : parcel.at + parcel.num_bytes]
-                self._send(link, Fill(parcel.number, step), payload)
-                self._answer(link, Done)
+                self._send(link, FillParameters(parcel.number, step), payload)
+                self._answer(link, Ack)
 
     def forget(self) -> None:
         """What encoding has taken from gradients so far is given up."""
@@ -553,25 +574,25 @@ class Client:
 
     def load(self, server: int, blob: bytes) -> None:
         """One server takes this optimizer state over."""
-        self._send(self.links[server], Load(), blob)
-        self._answer(self.links[server], Done)
+        self._send(self.links[server], LoadState(), blob)
+        self._answer(self.links[server], Ack)
 
     def keep(self, server: int, what: str, blob: bytes) -> None:
-        self._send(self.links[server], Keep(what), blob)
-        self._answer(self.links[server], Done)
+        self._send(self.links[server], PutBlob(what), blob)
+        self._answer(self.links[server], Ack)
 
     def ask(self, server: int, what: str) -> bytes:
         link = self.links[server]
         link.blob = None
-        self._send(link, Ask(what))
-        self._answer(link, Blob)
+        self._send(link, GetBlob(what))
+        self._answer(link, BlobReply)
         return bytes(link.blob or b"")
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: ServerMessage) -> None:
         for link in self.links:
             self._send(link, message)
 
-    def _answer(self, link: Link, *kinds: type[Message]) -> Message:
+    def _answer(self, link: ServerConnection, *kinds: type[ServerMessage]) -> ServerMessage:
         deadline = time.monotonic() + self._timeout_s
         while True:
             for position, answer in enumerate(link.answers):
@@ -582,12 +603,12 @@ class Client:
                 if time.monotonic() > deadline:
                     raise Timeout(f"{self.name} has waited {self._timeout_s:.0f} s for server {link.number}")
 
-    def _lost(self, link: Link, problem: object) -> HoraError:
+    def _lost(self, link: ServerConnection, problem: object) -> HoraError:
         """The line to a server is gone: the cause, if it is told within a moment, else what was seen here."""
         for line in link.lines:
-            with contextlib.suppress(Closed):
+            with contextlib.suppress(ConnectionClosed):
                 for message in line.receive():  # its last word may still be there
-                    if isinstance(message, Trouble):
+                    if isinstance(message, ServerError):
                         return HoraError(message.reason)
         deadline = time.monotonic() + CAUSE_S
         while time.monotonic() < deadline:
@@ -603,7 +624,7 @@ class Client:
     def _gone(self, server: int) -> PeerLost:
         return PeerLost(f"{self.name}: lost {self._ended[server]}; its parameters are lost with it", (), echo=True)
 
-    def _check_alive(self, link: Link) -> None:
+    def _check_alive(self, link: ServerConnection) -> None:
         self.check()
         if link.number in self._ended:
             raise self._lost(link, "it was reported dead")
@@ -616,17 +637,17 @@ class Client:
             for line in link.lines:
                 with contextlib.suppress(HoraError):
                     if line is link.lines[0]:
-                        line.send(Bye())
+                        line.send(WorkerBye())
                 line.close()
         if self._passing is not None:
             self._passing.close()
 
 
-def _is_read(link: Link, parcel: Parcel) -> bool:
+def _is_read(link: ServerConnection, parcel: Chunk) -> bool:
     return parcel.number not in link.outstanding
 
 
-def _room(num_rows: int, parcel: Parcel) -> torch.Tensor:
+def _room(num_rows: int, parcel: Chunk) -> torch.Tensor:
     """For rows of a table."""
     assert parcel.table is not None
     if num_rows > MAX_ROWS:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import HoraError
-from .table import INITS, Spec
+from .embedding_table import INITS, TableSpec
 
 LookUp = Callable[[torch.Tensor], torch.Tensor]
 
@@ -54,8 +54,8 @@ class ServerEmbedding(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, init={self.init}, scale={self.scale:g}, seed={self.seed}"
 
-    def spec(self, index: int, num_servers: int) -> Spec:
-        return Spec(
+    def spec(self, index: int, num_servers: int) -> TableSpec:
+        return TableSpec(
             index, self.num_embeddings, self.embedding_dim, self.rows.dtype, self.init, self.scale, self.seed,
             num_servers,
         )  # fmt: skip

@@ -11,21 +11,21 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import HoraError
-from ..interface import is_loopback
-from ..lanes import is_dense
-from ..roster import Roster
-from .access import Access
+from ..net.interface import is_loopback
+from ..parameters.registry import ParameterRegistry
+from ..parameters.shards import is_dense
+from .access import RunContext
 from .embedding import tables_of
-from .layout import FAR_PIECES, PIECES, Layout, cut
-from .loop import Loop, Station
+from .embedding_table import OPTIMIZERS, TableSpec
+from .layout import FAR_PIECES, PIECES, BlockLayout, cut
+from .loop import ServerConfig, ServerLoop
 from .state import Rules
 from .summary import summary
-from .table import OPTIMIZERS, Spec
 
 log = logging.getLogger(__name__)
 
 
-def layout_of(roster: Roster, access: Access, block_bytes: int) -> Layout:
+def layout_of(roster: ParameterRegistry, access: RunContext, block_bytes: int) -> BlockLayout:
     """How this model is cut: the same on every worker and server. ValueError if it cannot be.
 
     On several hosts nobody's address is loopback, and on one everybody's is."""
@@ -40,7 +40,7 @@ def layout_of(roster: Roster, access: Access, block_bytes: int) -> Layout:
     return cut(roster.parameters, roster.optimizers, servers, block_bytes, sparse, tables, pieces)
 
 
-def _check_apart(roster: Roster) -> None:
+def _check_apart(roster: ParameterRegistry) -> None:
     """No two parameters lie over each other: what two servers update must be two things."""
     places: dict[int, list[tuple[int, int, str]]] = {}
     for parameter, name in zip(roster.parameters, roster.names, strict=True):
@@ -56,7 +56,7 @@ def _check_apart(roster: Roster) -> None:
         others.append((start, stop, name))
 
 
-def _check_tables(roster: Roster) -> None:
+def _check_tables(roster: ParameterRegistry) -> None:
     served = {id(p) for optimizer in roster.optimizers for group in optimizer.param_groups for p in group["params"]}
     for prefix, model in roster._prefixed():
         for place, module in model.named_modules():
@@ -72,7 +72,7 @@ def _check_tables(roster: Roster) -> None:
                 raise ValueError(f"{name} is sparse and its rows lie apart: make it contiguous() before job.prepare()")
 
 
-def _specs(roster: Roster, num_servers: int) -> dict[int, Spec]:
+def _specs(roster: ParameterRegistry, num_servers: int) -> dict[int, TableSpec]:
     """The tables that only servers have, by the parameter that stands in for each."""
     having = {
         id(p): type(optimizer) for optimizer in roster.optimizers for g in optimizer.param_groups for p in g["params"]
@@ -92,7 +92,7 @@ def _specs(roster: Roster, num_servers: int) -> dict[int, Spec]:
     return found
 
 
-def sparse_ones(roster: Roster) -> frozenset[int]:
+def sparse_ones(roster: ParameterRegistry) -> frozenset[int]:
     """The tables whose gradients are rows, as their modules say."""
     tables = [
         module.weight
@@ -104,24 +104,24 @@ def sparse_ones(roster: Roster) -> frozenset[int]:
 
 
 def _loop(
-    access: Access,
-    roster: Roster,
+    access: RunContext,
+    roster: ParameterRegistry,
     rules: Rules,
     block_bytes: int,
     optimizers: Sequence[torch.optim.Optimizer],
     parameters: Sequence[torch.Tensor],
-) -> Loop:
+) -> ServerLoop:
     number = access.rank
     history = os.path.join(access.history, f"server-{number}.jsonl") if access.history else ""
-    station = Station(
+    station = ServerConfig(
         number=number, num_servers=access.num_servers, workers=range(access.size), control=access.control,
         token=access.token, bind=access.bind, timeout_s=access.timeout_s, history=history, watched=access.watched,
     )  # fmt: skip
     layout = layout_of(roster, access, block_bytes)
-    return Loop(station, layout, parameters, roster.names, roster.entries(), optimizers, rules)
+    return ServerLoop(station, layout, parameters, roster.names, roster.entries(), optimizers, rules)
 
 
-def serve(access: Access, roster: Roster, rules: Rules, block_bytes: int) -> None:
+def serve(access: RunContext, roster: ParameterRegistry, rules: Rules, block_bytes: int) -> None:
     """A server process's whole life: returns when all workers have left."""
     loop = _loop(access, roster, rules, block_bytes, roster.optimizers, roster.parameters)
     for parameter in roster.parameters:  # its own blocks are all that a server keeps
@@ -133,7 +133,7 @@ def serve(access: Access, roster: Roster, rules: Rules, block_bytes: int) -> Non
 class Colocated:
     """A server on a thread of a worker's process. It outlives the training here: others may still need its blocks."""
 
-    def __init__(self, access: Access, roster: Roster, rules: Rules, block_bytes: int) -> None:
+    def __init__(self, access: RunContext, roster: ParameterRegistry, rules: Rules, block_bytes: int) -> None:
         stand_ins = [torch.empty_like(p, device="meta") for p in roster.parameters]
         which = {id(parameter): stand_in for parameter, stand_in in zip(roster.parameters, stand_ins, strict=True)}
         optimizers = [_twin(optimizer, which) for optimizer in roster.optimizers]

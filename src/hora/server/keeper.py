@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..hyper import Hyper
-from .layout import Parcel
-from .messages import Ready
+from ..parameters.hyperparameters import Hyper
+from .layout import Chunk
+from .messages import ChunkReady
 from .rows import ROW_BYTES, RowLog, to_bytes
 from .shelf import Gradient, Shelf
 
@@ -20,7 +20,7 @@ Out = list[tuple[Address, Any]]
 
 
 @dataclasses.dataclass
-class Counts:
+class ServerCounts:
     """What a server has done."""
 
     updates: int = 0  # of a whole step by one gradient, or one mean
@@ -37,7 +37,7 @@ class Keeper:
 
     def __init__(self, shelf: Shelf, record: Callable[..., None] | None = None) -> None:
         self.shelf = shelf
-        self.counts = Counts()
+        self.counts = ServerCounts()
         self.record = record or (lambda kind, **facts: None)
         self.copies: dict[
             int, list[torch.Tensor]
@@ -57,7 +57,7 @@ class Keeper:
         self.copies.pop(worker, None)
         self._seen.pop(worker, None)
 
-    def apply(self, parcel: Parcel, gradients: Sequence[Gradient], settings: Hyper | None) -> None:
+    def apply(self, parcel: Chunk, gradients: Sequence[Gradient], settings: Hyper | None) -> None:
         if all(gradient is None for gradient in gradients):
             return
         if parcel.table is not None:
@@ -71,7 +71,7 @@ class Keeper:
             log.touch(rows, self.shelf.version(parcel.blocks[0]))
 
     def _apply_rows(
-        self, parcel: Parcel, gradients: Sequence[Gradient], settings: Hyper | None, num_rows: int
+        self, parcel: Chunk, gradients: Sequence[Gradient], settings: Hyper | None, num_rows: int
     ) -> torch.Tensor:
         """Which rows it has changed."""
         gradient, flat = gradients[0], self.shelf.flats[parcel.blocks[0].number]
@@ -85,7 +85,7 @@ class Keeper:
             return torch.arange(num_rows)
         return (before != flat).view(num_rows, -1).any(1).nonzero().view(-1)
 
-    def answer(self, worker: int, readies: list[Ready]) -> Out:
+    def answer(self, worker: int, readies: list[ChunkReady]) -> Out:
         out: Out = []
         for ready in readies:
             parcel = self.shelf.part.parcels[ready.parcel]
@@ -105,13 +105,13 @@ class Keeper:
             out.append((("worker", worker), ready))
         return out
 
-    def look_up(self, parcel: Parcel, rows: torch.Tensor) -> tuple[int, torch.Tensor]:
+    def look_up(self, parcel: Chunk, rows: torch.Tensor) -> tuple[int, torch.Tensor]:
         """A table's version and these rows of it."""
         found = self.shelf.tables[parcel.number].look_up(rows)
         self.counts.bytes_out += found.numel() * found.element_size()
         return self.shelf.version(parcel.blocks[0]), found
 
-    def _copy_rows(self, parcel: Parcel, rows: torch.Tensor, copies: list[torch.Tensor] | None) -> None:
+    def _copy_rows(self, parcel: Chunk, rows: torch.Tensor, copies: list[torch.Tensor] | None) -> None:
         """What a worker reads of a sparse block, counted, and, where it has a copy of its own, brought into that."""
         number = parcel.blocks[0].number
         table = self.shelf.flats[number].view(-1, parcel.row)
@@ -119,7 +119,7 @@ class Keeper:
         if copies is not None and len(rows):
             copies[number].view(-1, parcel.row).index_copy_(0, rows, table[rows])
 
-    def _changed_rows(self, worker: int, parcel: Parcel) -> torch.Tensor:
+    def _changed_rows(self, worker: int, parcel: Chunk) -> torch.Tensor:
         """The rows of a sparse block that have changed since this worker was last answered; all, the first time."""
         log, version = self._log(parcel), self.shelf.version(parcel.blocks[0])
         seen = self._seen[worker].get(parcel.number)
@@ -128,7 +128,7 @@ class Keeper:
         log.forget(min(each.get(parcel.number, version) for each in self._seen.values()))
         return rows
 
-    def _log(self, parcel: Parcel) -> RowLog:
+    def _log(self, parcel: Chunk) -> RowLog:
         if parcel.number not in self._rows:
             self._rows[parcel.number] = RowLog(parcel.blocks[0].numel // parcel.row)
         self._rows[parcel.number].meet(self.shelf.version(parcel.blocks[0]))

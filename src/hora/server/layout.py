@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..lanes import ALIGN, CUT_BYTES, ELEMENTWISE, is_dense
-from .table import Spec
+from ..parameters.shards import ALIGN, CUT_BYTES, ELEMENTWISE, is_dense
+from .embedding_table import TableSpec
 
 ALIGN_BYTES = 128  # blocks begin on cache lines of their own
 PIECES = 4  # a model is cut into so many blocks per server at least, where it can be
@@ -31,7 +31,7 @@ FAR_PIECES = 16  # over a network: the first come back while the last are still 
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class ParameterBlock:
     """Elements [start, stop) of parameter `index`, in the order of its memory. `at` is its place in its server's."""
 
     number: int  # on its server
@@ -47,7 +47,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parcel:
+class Chunk:
     """Blocks that travel together: bytes [at, at + num_bytes) of their server's memory.
 
     `row` is 0, or the length of a row where only those that were touched travel; such a block travels alone. Of a
@@ -55,11 +55,11 @@ class Parcel:
 
     number: int  # on its server
     optimizer: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[ParameterBlock, ...]
     at: int
     num_bytes: int
     row: int = 0
-    table: Spec | None = None
+    table: TableSpec | None = None
 
     @property
     def whole(self) -> bool:
@@ -73,14 +73,14 @@ class Parcel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ServerPart:
     """What one server has."""
 
-    parcels: tuple[Parcel, ...]
+    parcels: tuple[Chunk, ...]
     num_bytes: int
 
     @functools.cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[ParameterBlock, ...]:
         return tuple(block for parcel in self.parcels for block in parcel.blocks)
 
     @functools.cached_property
@@ -90,11 +90,11 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """All servers' parts. `served` are the parameters that some optimizer has; the others are nobody's but each
     worker's own."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ServerPart, ...]
     served: frozenset[int]
 
     @functools.cached_property
@@ -108,9 +108,9 @@ def cut(
     num_servers: int,
     block_bytes: int,
     sparse: frozenset[int] = frozenset(),
-    tables: Mapping[int, Spec] | None = None,
+    tables: Mapping[int, TableSpec] | None = None,
     pieces: int = PIECES,
-) -> Layout:
+) -> BlockLayout:
     """Depends on the arguments alone: the parameters' shapes and types, the optimizers' groups. `sparse` ones are cut
     by rows; those that stand in for `tables` are not cut at all.
 
@@ -149,7 +149,7 @@ def cut(
     for server in range(num_servers):
         mine = [piece for piece, its in zip(slices, server_of, strict=True) if its == server]
         parts.append(_shelve(_pack(mine, parameters, owner, limit, sparse), tables, owner, server))
-    return Layout(tuple(parts), frozenset(served))
+    return BlockLayout(tuple(parts), frozenset(served))
 
 
 def _slices(parameter: torch.Tensor, limit: int, by_rows: bool) -> list[tuple[int, int]]:
@@ -169,14 +169,14 @@ def _balance(sizes: Sequence[int], num_servers: int) -> list[int]:
     return server_of
 
 
-def _shelve(part: Part, tables: Mapping[int, Spec], owner: Mapping[int, int], server: int) -> Part:
+def _shelve(part: ServerPart, tables: Mapping[int, TableSpec], owner: Mapping[int, int], server: int) -> ServerPart:
     """The tables' parcels behind the others."""
     parcels = list(part.parcels)
     for index, table in sorted(tables.items()):
         number = len(part.blocks) + len(parcels) - len(part.parcels)
-        block = Block(number, index, server, server, part.num_bytes, False)
-        parcels.append(Parcel(len(parcels), owner[index], (block,), part.num_bytes, 0, table.width, table))
-    return Part(tuple(parcels), part.num_bytes)
+        block = ParameterBlock(number, index, server, server, part.num_bytes, False)
+        parcels.append(Chunk(len(parcels), owner[index], (block,), part.num_bytes, 0, table.width, table))
+    return ServerPart(tuple(parcels), part.num_bytes)
 
 
 def _pack(
@@ -185,10 +185,10 @@ def _pack(
     owner: dict[int, int],
     limit: int,
     sparse: frozenset[int],
-) -> Part:
+) -> ServerPart:
     """One server's blocks, in the order of the model, side by side in parcels of one optimizer and dtype each."""
-    parcels: list[Parcel] = []
-    blocks: list[Block] = []
+    parcels: list[Chunk] = []
+    blocks: list[ParameterBlock] = []
     begin = at = 0
 
     def close() -> None:
@@ -196,7 +196,7 @@ def _pack(
         if blocks:
             index = blocks[0].index
             row = parameters[index].numel() // parameters[index].shape[0] if index in sparse else 0
-            parcels.append(Parcel(len(parcels), owner[index], tuple(blocks), begin, at - begin, row))
+            parcels.append(Chunk(len(parcels), owner[index], tuple(blocks), begin, at - begin, row))
             blocks.clear()
         begin = at
 
@@ -209,7 +209,7 @@ def _pack(
             alike = alike and index not in sparse and blocks[-1].index not in sparse
             if not alike or at - begin + num_bytes > limit:
                 close()
-        blocks.append(Block(number, index, start, stop, at, stop - start == parameter.numel()))
+        blocks.append(ParameterBlock(number, index, start, stop, at, stop - start == parameter.numel()))
         at = -(-(at + num_bytes) // ALIGN_BYTES) * ALIGN_BYTES
     close()
-    return Part(tuple(parcels), at)
+    return ServerPart(tuple(parcels), at)

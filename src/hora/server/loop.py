@@ -20,52 +20,53 @@ from typing import Any
 import msgspec
 import torch
 
-from .. import handshake, spans
-from ..coordinator import Control, Event
+from ..coordinator import CoordinatorEvent, CoordinatorLine
 from ..coordinator.client import dial
 from ..errors import HoraError, OutOfMemory
-from ..transport.line import Closed, Line
-from ..transport.passing import Passing
+from ..monitor import spans
+from ..net import handshake
+from ..net.fd_passing import FdPassing
+from ..net.message_socket import ConnectionClosed, MessageSocket
 from ..transport.tcp import tune
 from . import messages
-from .guest import Guest
-from .herald import Herald
-from .layout import Layout
-from .memory import Memory
-from .messages import (
-    Ask,
-    Begin,
-    Blob,
-    Bye,
-    Chosen,
-    Done,
-    Drop,
-    Enter,
-    Entered,
-    Extra,
-    Fill,
-    Got,
-    Hail,
-    Hello,
-    Keep,
-    Load,
+from .block_memory import BlockMemory
+from .layout import BlockLayout
+from .messages import (  # fmt: skip
+    Ack,
+    BeginStep,
+    BlobReply,
+    ChosenWorkers,
+    ChunkReady,
+    DropStep,
+    EnterLoop,
+    ExtraConnection,
+    FillParameters,
+    GetBlob,
+    GradientNorm,
+    LeaveLoop,
+    LoadState,
     Lookup,
-    Meet,
-    Message,
-    Norm,
     Pull,
     Push,
-    Ready,
+    PutBlob,
     Refused,
-    Rest,
-    Rows,
-    Trouble,
+    RowsReply,
+    ServerError,
+    ServerHello,
+    ServerMessage,
+    SynchronizeAt,
+    SynchronizedAck,
     Welcome,
-)  # fmt: skip
+    WorkerBye,
+    WorkerEntered,
+    WorkerHello,
+)
+from .push_codec import PushCodec
 from .rows import checked
 from .shelf import Shelf
-from .state import Out, Rules, Server
-from .wire import Wire
+from .state import Out, Rules, ServerState
+from .stats import StatsReporter
+from .worker_session import WorkerSession
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +82,12 @@ def near_address(passing: str) -> str:
     return f"\0{passing}-lines"
 
 
-class Station:
+class ServerConfig:
     """What a server needs to know of its run."""
 
     def __init__(
-        self, *, number: int, num_servers: int, workers: Sequence[int], control: Control, token: bytes, bind: str,
+        self, *, number: int, num_servers: int, workers: Sequence[int], control: CoordinatorLine, token: bytes,
+        bind: str,
         timeout_s: float, history: str = "", watched: bool = False,
     ) -> None:  # fmt: skip
         self.number = number
@@ -99,13 +101,13 @@ class Station:
         self.watched = watched
 
 
-class Loop:
+class ServerLoop:
     """One server at work. Making one opens its port and tells the coordinator where it is."""
 
     def __init__(
         self,
-        station: Station,
-        layout: Layout,
+        station: ServerConfig,
+        layout: BlockLayout,
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
         entries: list[list[Any]],
@@ -119,10 +121,10 @@ class Loop:
         self._most_blob_bytes = BLOB_BYTES + ELEMENT_BYTES * self._num_elements()
         self._dtypes = [p.dtype for p in parameters]
         self._names = names
-        self._wire = Wire(rules.wire, rules.codec, self._part, self._dtypes)
+        self._wire = PushCodec(rules.wire, rules.codec, self._part, self._dtypes)
         memory = self._memory()
         self._history = open(station.history, "a", buffering=1) if station.history else None  # noqa: SIM115
-        self.server = Server(
+        self.server = ServerState(
             Shelf(self._part, memory, parameters, names, optimizers),
             rules,
             number=station.number,
@@ -133,39 +135,41 @@ class Loop:
             self.server.join(worker)
         self._alive = set(station.workers)
         self._members = set(station.workers)  # those that the coordinator knows
-        self._guests: dict[int, Guest] = {}
-        self._servers: dict[int, Line] = {}
-        self._for_servers: list[tuple[int, Message]] = []  # for those that have not called yet
+        self._guests: dict[int, WorkerSession] = {}
+        self._servers: dict[int, MessageSocket] = {}
+        self._for_servers: list[tuple[int, ServerMessage]] = []  # for those that have not called yet
         self._kept: dict[str, bytes] = {}
         self._under_way: dict[int, tuple[int, int]] = {}  # by step in sync: who began it first, with which optimizer
-        self._news: queue.SimpleQueue[socket.socket | Event | int] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[socket.socket | CoordinatorEvent | int] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         self._selector.register(self._bell, selectors.EVENT_READ, None)
-        self._writing: set[Line] = set()
+        self._writing: set[MessageSocket] = set()
         self._broken: str | None = None
         self.busy_s = 0.0
         self.started = time.monotonic()
-        self._herald = Herald(station.number, self._part.load, station.control.report) if station.watched else None
+        self._herald = (
+            StatsReporter(station.number, self._part.load, station.control.report) if station.watched else None
+        )
         station.control.listen(self._hear)
         there = {member.rank for member in station.control.roll() if member.role == "worker"}
         for worker in self._members - there:  # it ended before we listened
             self.excuse(worker)
-        self._passing: Passing | None = None
+        self._passing: FdPassing | None = None
         with contextlib.suppress(OSError):
-            self._passing = Passing(station.token, station.timeout_s) if memory.descriptor is not None else None
+            self._passing = FdPassing(station.token, station.timeout_s) if memory.descriptor is not None else None
         if self._passing is not None and memory.descriptor is not None:
             self._passing.offer("parameters", memory.descriptor)
         family = socket.AF_INET6 if ":" in station.bind else socket.AF_INET
         sock = socket.create_server((station.bind, 0), family=family, backlog=128)
         address = f"{station.bind} {sock.getsockname()[1]} {self._passing.address if self._passing else '-'}"
-        self._listeners = [handshake.Listener(sock, station.token, PURPOSE, self._welcome)]
+        self._listeners = [handshake.AuthenticatedListener(sock, station.token, PURPOSE, self._welcome)]
         if self._passing is not None:
             near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # a word over TCP costs ten times as much
             near.bind(near_address(self._passing.address))
             near.listen(128)
-            self._listeners.append(handshake.Listener(near, station.token, PURPOSE, self._welcome))
+            self._listeners.append(handshake.AuthenticatedListener(near, station.token, PURPOSE, self._welcome))
         station.control.put(f"ps/{station.number}", address.encode())
         agreeing = rules.backup or rules.clip_norm is not None or rules.mode == "ssp" or rules.sync_every is not None
         if station.number and agreeing:
@@ -177,22 +181,22 @@ class Loop:
         rows = sum(table.rows_on(self.station.number) * table.width for table in tables)
         return rows + sum(math.prod(entry[1]) for entry in self._entries)
 
-    def _memory(self) -> Memory:
+    def _memory(self) -> BlockMemory:
         try:
-            return Memory.shared(len(self._part.blocks), self._part.num_bytes)
+            return BlockMemory.shared(len(self._part.blocks), self._part.num_bytes)
         except OutOfMemory as problem:
             log.warning("server %d: no shared memory, so its parameters travel over TCP: %s",
                         self.station.number, problem)  # fmt: skip
-            return Memory(len(self._part.blocks), self._part.num_bytes)
+            return BlockMemory(len(self._part.blocks), self._part.num_bytes)
 
     def _call_first(self) -> None:
         """Server 0 is where servers agree."""
         host, port, _ = self.station.control.get("ps/0", self.station.timeout_s).decode().split()
         sock = dial((host, int(port)), self.station.token, PURPOSE)
         tune(sock)
-        line = Line(sock, self._place, messages.encode, messages.decode)
+        line = MessageSocket(sock, self._place, messages.encode, messages.decode)
         line.peer = ("server", 0)
-        line.send(Hail(self.station.number))
+        line.send(ServerHello(self.station.number))
         self._servers[0] = line
         self._selector.register(line, selectors.EVENT_READ, line)
 
@@ -204,7 +208,7 @@ class Loop:
         self._news.put(sock)
         self._wake()
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event: CoordinatorEvent) -> None:
         if event.member is not None and event.member.role == "worker" and event.kind in ("joined", "left", "died"):
             self._news.put(event)
             self._wake()
@@ -246,8 +250,8 @@ class Loop:
         except Exception as problem:
             reason = f"server {self.station.number} cannot go on: {type(problem).__name__}: {problem}"
             for guest in self._guests.values():
-                with contextlib.suppress(Closed):
-                    guest.lines[0].send(Trouble(reason))
+                with contextlib.suppress(ConnectionClosed):
+                    guest.lines[0].send(ServerError(reason))
             raise
         finally:
             if self._herald is not None:
@@ -275,7 +279,7 @@ class Loop:
         while not self._news.empty():
             news = self._news.get_nowait()
             if isinstance(news, socket.socket):
-                line = Line(news, self._place, messages.encode, messages.decode)
+                line = MessageSocket(news, self._place, messages.encode, messages.decode)
                 self._selector.register(line, selectors.EVENT_READ, line)
                 self._attend(line, selectors.EVENT_READ)
             elif isinstance(news, int):
@@ -289,31 +293,31 @@ class Loop:
                     self._alive.discard(news.member.rank)
                     self._part_with(news.member.rank)
 
-    def _attend(self, line: Line, events: int) -> None:
+    def _attend(self, line: MessageSocket, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 line.flush()
             if events & selectors.EVENT_READ:
                 for message in line.receive():
                     self._handle(line, message)
-        except Closed:
+        except ConnectionClosed:
             self._lose(line)
         except (HoraError, msgspec.MsgspecError) as problem:  # its fault, and not a reason to fail the others
             log.warning("server %d: a connection was closed: %s", self.station.number, problem)
-            with contextlib.suppress(Closed):
-                line.send(Trouble(f"server {self.station.number} refused this worker: {problem}"))
+            with contextlib.suppress(ConnectionClosed):
+                line.send(ServerError(f"server {self.station.number} refused this worker: {problem}"))
             self._lose(line)
         else:
             self._watch(line)
 
-    def _watch(self, line: Line) -> None:
+    def _watch(self, line: MessageSocket) -> None:
         if line.pending != (line in self._writing):
             (self._writing.add if line.pending else self._writing.discard)(line)
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.pending else 0)
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.modify(line, events, line)
 
-    def _lose(self, line: Line) -> None:
+    def _lose(self, line: MessageSocket) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(line)
         self._writing.discard(line)
@@ -339,13 +343,13 @@ class Loop:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _handle(self, line: Line, message: Message) -> None:
+    def _handle(self, line: MessageSocket, message: ServerMessage) -> None:
         if line.peer is None:
             self._introduce(line, message)
             return
         role, number = line.peer
         if role == "server":
-            if not isinstance(message, Chosen | Norm | Entered | Meet):
+            if not isinstance(message, ChosenWorkers | GradientNorm | WorkerEntered | SynchronizeAt):
                 raise HoraError(f"server {number} sent a {type(message).__name__}, which is not a server's to send")
             self._post(self.server.hear(number, message))
             return
@@ -364,34 +368,34 @@ class Loop:
                 spans.add(spans.SERVER, "gradient", began, blocks=blocks, worker=number, step=message.step)
         elif isinstance(message, Lookup):
             line.send(*self._look_up(message))
-        elif isinstance(message, Begin | Got | Drop | Enter | Rest):
-            if isinstance(message, Begin):
+        elif isinstance(message, BeginStep | SynchronizedAck | DropStep | EnterLoop | LeaveLoop):
+            if isinstance(message, BeginStep):
                 self._check_begin(number, message)
             self._post(self.server.handle(number, message))
         elif isinstance(message, Pull):
             self._post(self.server.refresh(number, message.number))
-        elif isinstance(message, Fill | Load) and number:
+        elif isinstance(message, FillParameters | LoadState) and number:
             raise HoraError(f"rank {number} sent a {type(message).__name__}, which is rank 0's to send")
-        elif isinstance(message, Fill):
+        elif isinstance(message, FillParameters):
             values = guest.parameters_of(message)
             self.server.shelf.fill(self._part.parcels[message.parcel], values, max(0, message.step))
-            line.send(Done())
-        elif isinstance(message, Load):
+            line.send(Ack())
+        elif isinstance(message, LoadState):
             self._load(number, bytes(guest.blob))
-            line.send(Done())
-        elif isinstance(message, Keep):
+            line.send(Ack())
+        elif isinstance(message, PutBlob):
             if message.what not in self._kept and len(self._kept) >= MAX_KEPT:
                 raise HoraError(f"rank {number} leaves more than {MAX_KEPT} things here")
             self._kept[message.what] = bytes(guest.blob)
-            line.send(Done())
-        elif isinstance(message, Ask):
-            line.send(Blob(message.what), self._answer(number, message.what))
-        elif isinstance(message, Bye):
+            line.send(Ack())
+        elif isinstance(message, GetBlob):
+            line.send(BlobReply(message.what), self._answer(number, message.what))
+        elif isinstance(message, WorkerBye):
             self._part_with(number)
         else:
             raise HoraError(f"rank {number} sent a {type(message).__name__}, which is not a worker's to send")
 
-    def _check_begin(self, worker: int, begin: Begin) -> None:
+    def _check_begin(self, worker: int, begin: BeginStep) -> None:
         """HoraError for what would end the server, or spoil the parameters."""
         numbers = (begin.weight, begin.total, begin.scale, 1.0 if begin.factor is None else begin.factor)
         optimizers = self.server.shelf.optimizers
@@ -415,7 +419,7 @@ class Loop:
                 "every worker must step the same optimizers in the same order"
             )
             for guest in self._guests.values():
-                guest.lines[0].send(Trouble(reason))
+                guest.lines[0].send(ServerError(reason))
             raise HoraError(reason)
 
     def _load(self, worker: int, blob: bytes) -> None:
@@ -424,23 +428,29 @@ class Loop:
         except Exception as problem:
             raise HoraError(f"rank {worker} sent optimizer state that cannot be read: {problem}") from None
 
-    def _introduce(self, line: Line, message: Message) -> None:
-        if isinstance(message, Hello):
+    def _introduce(self, line: MessageSocket, message: ServerMessage) -> None:
+        if isinstance(message, WorkerHello):
             problem = self._objection(message)
             if problem:
                 line.send(Refused(problem))
                 return
-            guest = Guest(line, self._part, self._dtypes, self.station.number, self._most_blob_bytes, self._wire)
+            guest = WorkerSession(
+                line, self._part, self._dtypes, self.station.number, self._most_blob_bytes, self._wire
+            )
             self._guests[message.worker] = guest
             line.peer = ("worker", message.worker)
             if message.worker not in self.server.workers:
                 self.server.join(message.worker)
             self._alive.add(message.worker)
             line.send(self._furnish(guest, message))
-        elif isinstance(message, Extra) and message.worker in self._guests:
+        elif isinstance(message, ExtraConnection) and message.worker in self._guests:
             line.peer = ("worker", message.worker)
             self._guests[message.worker].lines.append(line)
-        elif isinstance(message, Hail) and self.station.number == 0 and 0 < message.server < self.station.num_servers:
+        elif (
+            isinstance(message, ServerHello)
+            and self.station.number == 0
+            and 0 < message.server < self.station.num_servers
+        ):
             line.peer = ("server", message.server)
             self._servers[message.server] = line
             early, self._for_servers = self._for_servers, []
@@ -448,7 +458,7 @@ class Loop:
         else:
             raise HoraError(f"a {type(message).__name__} as the first word")
 
-    def _objection(self, hello: Hello) -> str:
+    def _objection(self, hello: WorkerHello) -> str:
         if hello.worker in self._guests:
             return f"{hello.name} says that it is rank {hello.worker}, which is here already"
         for mine, theirs in zip(self._entries, hello.entries, strict=False):
@@ -467,7 +477,7 @@ class Loop:
             )
         return ""
 
-    def _furnish(self, guest: Guest, hello: Hello) -> Welcome:
+    def _furnish(self, guest: WorkerSession, hello: WorkerHello) -> Welcome:
         """Where what this worker reads must be copied, it reads from memory of its own."""
         guest.furnish(hello, self._passing)
         rules = self.server.rules
@@ -484,13 +494,13 @@ class Loop:
         assert self._passing is not None
         return Welcome(self._passing.address, "parameters", mine)
 
-    def _look_up(self, asked: Lookup) -> tuple[Rows, torch.Tensor]:
+    def _look_up(self, asked: Lookup) -> tuple[RowsReply, torch.Tensor]:
         if not 0 <= asked.parcel < len(self._part.parcels) or self._part.parcels[asked.parcel].table is None:
             raise HoraError(f"a look-up in parcel {asked.parcel}, which is no table")
         parcel = self._part.parcels[asked.parcel]
         assert parcel.table is not None
         version, found = self.server.look_up(parcel, checked(asked.rows, parcel.table.rows_on(self.station.number)))
-        return Rows(asked.number, version), found
+        return RowsReply(asked.number, version), found
 
     def _answer(self, worker: int, what: str) -> bytes:
         if what == "state":
@@ -517,7 +527,7 @@ class Loop:
             "cpu_s": round(time.thread_time(), 4),
         }
 
-    def _place(self, line: Line, message: Message, num_bytes: int) -> memoryview:
+    def _place(self, line: MessageSocket, message: ServerMessage, num_bytes: int) -> memoryview:
         """Where the tensors behind a message go."""
         if line.peer is None or line.peer[0] != "worker" or line.peer[1] not in self._guests:
             raise HoraError(f"{num_bytes} bytes behind a {type(message).__name__} of one that is no worker")
@@ -530,7 +540,7 @@ class Loop:
                 if line is None:
                     self._for_servers.append((number, message))
                 else:
-                    with contextlib.suppress(Closed):  # its end is met where it is read
+                    with contextlib.suppress(ConnectionClosed):  # its end is met where it is read
                         line.send(message)
                     self._watch(line)
                 continue
@@ -538,11 +548,11 @@ class Loop:
             if guest is None:
                 continue
             line, payload = guest.lines[0], None
-            if isinstance(message, Ready):
+            if isinstance(message, ChunkReady):
                 line, payload = guest.envelope(message, self.server.readable(number))
             try:
                 line.send(message, payload)
-            except Closed:
+            except ConnectionClosed:
                 self._lose(line)
                 continue
             self._watch(line)

@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 
 
-class Message(msgspec.Struct, tag_field="do", array_like=True):
+class ServerMessage(msgspec.Struct, tag_field="do", array_like=True):
     """The base of all."""
 
 
 # -- from a worker ---------------------------------------------------------------------------------------------------
 
 
-class Hello(Message, tag="hello"):
+class WorkerHello(ServerMessage, tag="hello"):
     """The first word on a line. `entries` describes the model; the server compares it with its own.
 
     `passing` and `key` say where the worker's gradients can be mapped; empty where they come over the line."""
@@ -28,20 +28,20 @@ class Hello(Message, tag="hello"):
     key: str = ""
 
 
-class Extra(Message, tag="extra"):
+class ExtraConnection(ServerMessage, tag="extra"):
     """The first word on a further line of a worker, for tensors."""
 
     worker: int
     number: int
 
 
-class Hail(Message, tag="hail"):
+class ServerHello(ServerMessage, tag="hail"):
     """The first word on a line from another server."""
 
     server: int
 
 
-class Begin(Message, tag="begin"):
+class BeginStep(ServerMessage, tag="begin"):
     """A step begins: `parcels` gradients of it will come to this server.
 
     `weight` is what the newest backward counts, in whose units the gradients are; `total` is the sum over all `count`
@@ -72,7 +72,7 @@ class Begin(Message, tag="begin"):
     factor: float | None = None
 
 
-class Push(Message, tag="push"):
+class Push(ServerMessage, tag="push"):
     """The gradients of a parcel. `have`: which blocks have one, None if all. `base`: the versions they were computed
     at. `rows`: of a sparse block the rows, whose gradients are all that follows. `wire`: how what follows is encoded,
     empty if it is not."""
@@ -85,7 +85,7 @@ class Push(Message, tag="push"):
     wire: str = ""
 
 
-class Lookup(Message, tag="lookup"):
+class Lookup(ServerMessage, tag="lookup"):
     """Asks for rows of a table that only servers have."""
 
     number: int
@@ -93,64 +93,64 @@ class Lookup(Message, tag="lookup"):
     rows: bytes
 
 
-class Pull(Message, tag="pull"):
+class Pull(ServerMessage, tag="pull"):
     """Asks for all parcels as they are, outside of a step."""
 
     number: int
 
 
-class Got(Message, tag="got"):
+class SynchronizedAck(ServerMessage, tag="got"):
     """The worker has read what the full synchronisation after this step left."""
 
     step: int
 
 
-class Drop(Message, tag="drop"):
+class DropStep(ServerMessage, tag="drop"):
     """A step that was begun will not take place: what came of it is forgotten."""
 
     step: int
 
 
-class Enter(Message, tag="enter"):
+class EnterLoop(ServerMessage, tag="enter"):
     """The worker begins to train: others count on its steps."""
 
 
-class Rest(Message, tag="rest"):
+class LeaveLoop(ServerMessage, tag="rest"):
     """It takes no more steps for now: nobody waits for it."""
 
 
-class Fill(Message, tag="fill"):
+class FillParameters(ServerMessage, tag="fill"):
     """The parameters of a parcel, of this step of the job, which the server takes over as they are; rank 0 says it."""
 
     parcel: int
     step: int = 0
 
 
-class Load(Message, tag="load"):
+class LoadState(ServerMessage, tag="load"):
     """Optimizer state follows, which the server takes over; rank 0 says it."""
 
 
-class Ask(Message, tag="ask"):
+class GetBlob(ServerMessage, tag="ask"):
     """Asks for a blob: `state` (the optimizers'), `stats`, `awaited` (whom this worker waits for), or one that was kept
     under a name."""
 
     what: str
 
 
-class Keep(Message, tag="keep"):
+class PutBlob(ServerMessage, tag="keep"):
     """A blob follows, to be kept under a name for others to ask for."""
 
     what: str
 
 
-class Bye(Message, tag="bye"):
+class WorkerBye(ServerMessage, tag="bye"):
     """The worker leaves well."""
 
 
 # -- from a server ---------------------------------------------------------------------------------------------------
 
 
-class Welcome(Message, tag="welcome"):
+class Welcome(ServerMessage, tag="welcome"):
     """`passing` and `key`: where the parameters can be mapped; empty if they come over the line. `mine`: where the
     parameters that are this worker's alone can be."""
 
@@ -159,11 +159,11 @@ class Welcome(Message, tag="welcome"):
     mine: str = ""
 
 
-class Refused(Message, tag="refused"):
+class Refused(ServerMessage, tag="refused"):
     reason: str
 
 
-class Ready(Message, tag="ready"):
+class ChunkReady(ServerMessage, tag="ready"):
     """A parcel's parameters may be read: the result of `step`, or, after Pull, as they are.
 
     `now` is the step that the servers are at. `skipped` says why the step was not taken, if it was not."""
@@ -181,24 +181,24 @@ class Ready(Message, tag="ready"):
     rows: list[bytes] | None = None
 
 
-class Rows(Message, tag="rows"):
+class RowsReply(ServerMessage, tag="rows"):
     """The rows that Lookup `number` asked for follow; `version` is their table's."""
 
     number: int
     version: int
 
 
-class Done(Message, tag="done"):
+class Ack(ServerMessage, tag="done"):
     """The answer to Fill, Load, Keep."""
 
 
-class Blob(Message, tag="blob"):
+class BlobReply(ServerMessage, tag="blob"):
     """What was asked for follows; nothing if there is none."""
 
     what: str
 
 
-class Trouble(Message, tag="trouble"):
+class ServerError(ServerMessage, tag="trouble"):
     """The server cannot go on, and this is why."""
 
     reason: str
@@ -207,41 +207,41 @@ class Trouble(Message, tag="trouble"):
 # -- between servers -------------------------------------------------------------------------------------------------
 
 
-class Chosen(Message, tag="chosen"):
+class ChosenWorkers(ServerMessage, tag="chosen"):
     """Server 0: these workers' gradients make up the step; the others' are dropped."""
 
     step: int
     workers: list[int]
 
 
-class Norm(Message, tag="norm"):
+class GradientNorm(ServerMessage, tag="norm"):
     """A server's sum of squares of the mean gradient; from server 0: everybody's together."""
 
     step: int
     squares: float
 
 
-class Entered(Message, tag="entered"):
+class WorkerEntered(ServerMessage, tag="entered"):
     """Server 0, under ssp and with `sync_every`: this worker trains, and so many steps count as behind it."""
 
     worker: int
     clock: int
 
 
-class Meet(Message, tag="meet"):
+class SynchronizeAt(ServerMessage, tag="meet"):
     """Server 0, with `sync_every`: these workers come together once they all have so many steps behind them."""
 
     clock: int
     workers: list[int]
 
 
-FromWorker = Begin | Push | Lookup | Pull | Got | Drop | Enter | Rest | Fill | Load | Ask | Keep | Bye
-FromServer = Chosen | Norm | Entered | Meet
-Any_ = (
-    Hello | Extra | Hail | Begin | Push | Lookup | Pull | Got | Drop | Enter | Rest | Fill | Load | Ask | Keep | Bye
-    | Welcome | Refused | Ready | Rows | Done | Blob | Trouble | Chosen | Norm
-    | Entered | Meet
+FromWorker = (
+    BeginStep | Push | Lookup | Pull | SynchronizedAck | DropStep | EnterLoop | LeaveLoop | FillParameters | LoadState
+    | GetBlob | PutBlob | WorkerBye
 )  # fmt: skip
+FromServer = ChosenWorkers | GradientNorm | WorkerEntered | SynchronizeAt
+ToWorker = Welcome | Refused | ChunkReady | RowsReply | Ack | BlobReply | ServerError
+AnyMessage = WorkerHello | ExtraConnection | ServerHello | FromWorker | FromServer | ToWorker
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Any_).decode
+decode = msgspec.msgpack.Decoder(AnyMessage).decode

@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import spans
-from ..hyper import Hyper
+from ..monitor import spans
+from ..parameters.hyperparameters import Hyper
 from .keeper import Keeper, Out
-from .layout import Parcel
-from .messages import Begin, Chosen, Norm, Push, Ready
+from .layout import Chunk
+from .messages import BeginStep, ChosenWorkers, ChunkReady, GradientNorm, Push
 from .shelf import Gradient
 
 if TYPE_CHECKING:
-    from .state import Rules, Worker
+    from .state import Rules, WorkerState
 
 
 @dataclasses.dataclass
 class _Round:
     """One synchronous step: what is in so far."""
 
-    begins: dict[int, Begin] = dataclasses.field(default_factory=dict)
+    begins: dict[int, BeginStep] = dataclasses.field(default_factory=dict)
     hyper: dict[int, Hyper | None] = dataclasses.field(default_factory=dict)
     pushes: dict[int, dict[int, Sequence[Gradient]]] = dataclasses.field(default_factory=dict)  # by parcel and worker
     complete: list[int] = dataclasses.field(default_factory=list)  # workers whose gradients are all in, as they came
@@ -53,17 +53,17 @@ class _Round:
         for pushes in self.pushes.values():
             pushes.pop(worker, None)
 
-    def senders(self, parcel: Parcel) -> list[int]:
+    def senders(self, parcel: Chunk) -> list[int]:
         """Those of the chosen whose gradients of this parcel come by themselves."""
         assert self.chosen is not None
         return [worker for worker in self.chosen if not parcel.whole or self.begins[worker].carrier < 0]
 
 
-class Rounds:
+class SynchronousSteps:
     """The synchronous steps of server `number`. `workers` are the server's own, which it changes."""
 
     def __init__(
-        self, keeper: Keeper, rules: Rules, workers: Mapping[int, Worker], number: int, num_servers: int
+        self, keeper: Keeper, rules: Rules, workers: Mapping[int, WorkerState], number: int, num_servers: int
     ) -> None:
         self.now = 0  # the step that is next
         self.place = (0, 0)
@@ -74,21 +74,21 @@ class Rounds:
         self._number = number
         self._num_servers = num_servers
         self._rounds: dict[int, _Round] = {}
-        self._waiting: dict[int, list[Ready]] = {}  # answers that are held back until the step is done
-        self._asked: dict[int, list[Ready]] = {}  # and those outside of a step
+        self._waiting: dict[int, list[ChunkReady]] = {}  # answers that are held back until the step is done
+        self._asked: dict[int, list[ChunkReady]] = {}  # and those outside of a step
 
     # -- what comes ----------------------------------------------------------------------------------------------------
 
-    def begin(self, worker: int, message: Begin, settings: Hyper | None) -> None:
+    def begin(self, worker: int, message: BeginStep, settings: Hyper | None) -> None:
         self._stop = self._stop or message.stop
         if message.step >= self.now:
             each = self._rounds.setdefault(message.step, _Round())
             each.begins[worker], each.hyper[worker] = message, settings
 
-    def push(self, worker: int, parcel: Parcel, push: Push, gradients: Sequence[Gradient]) -> Out:
+    def push(self, worker: int, parcel: Chunk, push: Push, gradients: Sequence[Gradient]) -> Out:
         """One that is too late is answered when all of that worker's are in, and the step under way is done."""
         if push.step < self.now:
-            self._waiting.setdefault(worker, []).append(Ready(push.step, parcel.number, [], dropped=True))
+            self._waiting.setdefault(worker, []).append(ChunkReady(push.step, parcel.number, [], dropped=True))
             return [] if self._workers[worker].missing else self._flush_dropped(worker)
         self._rounds.setdefault(push.step, _Round()).pushes.setdefault(parcel.number, {})[worker] = gradients
         return self._advance(push.step, (parcel.number,)) if self._workers[worker].missing else []
@@ -99,12 +99,12 @@ class Rounds:
             self._rounds[step].complete.append(worker)
         return self._advance(step)
 
-    def hear(self, server: int, message: Chosen | Norm) -> Out:
+    def hear(self, server: int, message: ChosenWorkers | GradientNorm) -> Out:
         """What another server said."""
         if message.step < self.now:
             return []
         each = self._rounds.setdefault(message.step, _Round())
-        if isinstance(message, Chosen):
+        if isinstance(message, ChosenWorkers):
             each.chosen = list(message.workers)
             self._excuse(each)
             return self._advance(message.step)
@@ -113,7 +113,7 @@ class Rounds:
             return self._sum_norms(message.step)
         return self._clip(message.step, message.squares)
 
-    def refresh(self, worker: int, readies: list[Ready]) -> Out:
+    def refresh(self, worker: int, readies: list[ChunkReady]) -> Out:
         """Answers outside of a step."""
         self._asked[worker] = readies
         return self._flush_asked()
@@ -194,7 +194,7 @@ class Rounds:
             if len(each.means) == len(mine) and self._number not in each.squares:
                 each.squares[self._number] = self._squares(each)
                 if self._number:
-                    return [*out, (("server", 0), Norm(step, each.squares[self._number]))]
+                    return [*out, (("server", 0), GradientNorm(step, each.squares[self._number]))]
                 return out + self._sum_norms(step)
             return out
         if len(each.applied) == len(mine) and all(w in each.complete for w in each.chosen):
@@ -226,14 +226,14 @@ class Rounds:
         absent = [worker for worker in each.complete if not each.begins[worker].weight]
         each.chosen = sorted(able[:needed] + absent)
         self._keeper.record("chosen", step=step, workers=each.chosen, present=present)
-        return [(("server", other), Chosen(step, each.chosen)) for other in range(1, self._num_servers)]
+        return [(("server", other), ChosenWorkers(step, each.chosen)) for other in range(1, self._num_servers)]
 
     def _excuse(self, each: _Round) -> None:
         """Those of the chosen that are gone before their gradients were here are not waited for."""
         if each.chosen is not None:
             each.chosen = [w for w in each.chosen if w in self._workers or w in each.complete]
 
-    def _mean(self, each: _Round, parcel: Parcel) -> list[Gradient]:
+    def _mean(self, each: _Round, parcel: Chunk) -> list[Gradient]:
         """Over the samples of the global batch; several backwards that piled up before a step add up."""
         assert each.chosen is not None
         begins = [each.begins[worker] for worker in each.chosen]
@@ -245,7 +245,7 @@ class Rounds:
             return list(pairs[0][0])
         return self._keeper.shelf.mean(parcel, pairs)
 
-    def _finish_parcel(self, each: _Round, parcel: Parcel, mean: Sequence[Gradient], skipped: str) -> None:
+    def _finish_parcel(self, each: _Round, parcel: Chunk, mean: Sequence[Gradient], skipped: str) -> None:
         assert each.chosen is not None
         each.applied.add(parcel.number)
         if not skipped:
@@ -258,7 +258,7 @@ class Rounds:
                 spans.add(spans.SERVER, "update", began, blocks=parcel.numbers, workers=list(each.chosen))
             self._keeper.record("mean", step=self.now, parcel=parcel.number, workers=list(each.chosen))
 
-    def _answer(self, each: _Round, step: int, parcel: Parcel, skipped: str) -> Out:
+    def _answer(self, each: _Round, step: int, parcel: Chunk, skipped: str) -> Out:
         """Everybody who sent something may read this parcel; with backups only when the whole step is done."""
         assert each.chosen is not None
         stop = any(each.begins[w].stop for w in each.chosen)
@@ -267,7 +267,7 @@ class Rounds:
         for worker in each.senders(parcel):
             if worker not in self._workers:
                 continue
-            ready = Ready(step, parcel.number, [], now=step + 1, stop=stop, skipped=skipped, buffers=buffers)
+            ready = ChunkReady(step, parcel.number, [], now=step + 1, stop=stop, skipped=skipped, buffers=buffers)
             if self._rules.backup:
                 self._waiting.setdefault(worker, []).append(ready)
             else:
@@ -302,7 +302,7 @@ class Rounds:
         """Whether some parcels here are of one step, some of the next."""
         return any(each.applied for each in self._rounds.values())
 
-    def _released(self, worker: int, held: dict[int, list[Ready]]) -> list[Ready]:
+    def _released(self, worker: int, held: dict[int, list[ChunkReady]]) -> list[ChunkReady]:
         waiting = held.pop(worker, [])
         for ready in waiting:
             ready.now, ready.place, ready.stop = self.now, self.place, self._stopped
@@ -317,7 +317,7 @@ class Rounds:
                 continue
             numbers = [number for number, pushes in each.pushes.items() if worker in pushes]
             if numbers:
-                self._waiting.setdefault(worker, []).extend(Ready(step, n, [], dropped=True) for n in numbers)
+                self._waiting.setdefault(worker, []).extend(ChunkReady(step, n, [], dropped=True) for n in numbers)
             if not state.missing:
                 out += self._flush_dropped(worker)
         return out
@@ -351,7 +351,7 @@ class Rounds:
         if len(each.squares) < self._num_servers:
             return []
         total = math.fsum(each.squares.values())
-        out: Out = [(("server", other), Norm(step, total)) for other in range(1, self._num_servers)]
+        out: Out = [(("server", other), GradientNorm(step, total)) for other in range(1, self._num_servers)]
         return out + self._clip(step, total)
 
     def _clip(self, step: int, squares: float) -> Out:
@@ -368,7 +368,7 @@ class Rounds:
         return out + self._advance(step, ())
 
 
-def _factor(begin: Begin, parcel: Parcel) -> float:
+def _factor(begin: BeginStep, parcel: Chunk) -> float:
     if begin.factor is not None and parcel.whole:
         return begin.factor
     return begin.weight * begin.scale

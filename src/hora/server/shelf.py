@@ -14,13 +14,14 @@ import msgspec
 import safetensors.torch
 import torch
 
-from .. import checkpoint, hyper
-from ..hyper import Hyper
-from ..lanes import is_dense
-from .layout import Block, Parcel, Part
-from .memory import Memory
+from .. import checkpoint
+from ..parameters import hyperparameters
+from ..parameters.hyperparameters import Hyper
+from ..parameters.shards import is_dense
+from .block_memory import BlockMemory
+from .embedding_table import EmbeddingTable
+from .layout import Chunk, ParameterBlock, ServerPart
 from .rows import add_up, stays_in_rows
-from .table import Table
 
 LENGTH = struct.Struct("<Q")
 WORD = (1 << 64) - 1
@@ -33,8 +34,8 @@ class Shelf:
 
     def __init__(
         self,
-        part: Part,
-        memory: Memory,
+        part: ServerPart,
+        memory: BlockMemory,
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
         optimizers: Sequence[torch.optim.Optimizer],
@@ -44,7 +45,7 @@ class Shelf:
         self.names = names
         self.optimizers = list(optimizers)
         self.flats: list[torch.Tensor] = []  # each block as a vector in `memory`
-        self.tables: dict[int, Table] = {}  # by parcel
+        self.tables: dict[int, EmbeddingTable] = {}  # by parcel
         self._blocks: list[torch.nn.Parameter] = []
         self._means: dict[int, torch.Tensor] = {}  # kept, since fresh memory is slow
         self._group_of: list[int] = []
@@ -81,7 +82,7 @@ class Shelf:
             for block in parcel.blocks:
                 state = found[parcel.optimizer].get(parameters[block.index])
                 if parcel.table is not None:
-                    self.tables[parcel.number] = Table(parcel.table, block.start, state)
+                    self.tables[parcel.number] = EmbeddingTable(parcel.table, block.start, state)
                 elif state is not None:
                     self._keep(parcel.optimizer, block.number, state)
 
@@ -92,14 +93,14 @@ class Shelf:
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def version(self, block: Block) -> int:
+    def version(self, block: ParameterBlock) -> int:
         return self.memory.words[block.number] // 2
 
-    def versions(self, parcel: Parcel) -> list[int]:
+    def versions(self, parcel: Chunk) -> list[int]:
         words = self.memory.words
         return [words[block.number] // 2 for block in parcel.blocks]
 
-    def apply(self, parcel: Parcel, gradients: Sequence[Gradient], settings: Hyper | None) -> None:
+    def apply(self, parcel: Chunk, gradients: Sequence[Gradient], settings: Hyper | None) -> None:
         """One step of the optimizer on the blocks that have a gradient, all of which get a new version."""
         optimizer, words = self.optimizers[parcel.optimizer], self.memory.words
         self._heed(settings)
@@ -126,23 +127,23 @@ class Shelf:
 
     def _heed(self, settings: Hyper | None) -> None:
         if settings is not None and settings is not self._settings:
-            hyper.adopt(self.optimizers, settings)
+            hyperparameters.apply(self.optimizers, settings)
             self._settings = settings
 
-    def apply_to_table(self, parcel: Parcel, gradient: torch.Tensor, settings: Hyper | None) -> None:
+    def apply_to_table(self, parcel: Chunk, gradient: torch.Tensor, settings: Hyper | None) -> None:
         """One step of the optimizer on the rows of a table, which gets a new version."""
         self._heed(settings)
         optimizer, number = self.optimizers[parcel.optimizer], parcel.blocks[0].number
         self.tables[parcel.number].apply(optimizer, optimizer.param_groups[self._group_of[number]], gradient)
         self.memory.words[number] += 2
 
-    def stays_in_rows(self, parcel: Parcel, settings: Hyper | None) -> bool:
+    def stays_in_rows(self, parcel: Chunk, settings: Hyper | None) -> bool:
         """Whether a sparse gradient of this block will change its own rows alone."""
         optimizer, group = self.optimizers[parcel.optimizer], self._group_of[parcel.blocks[0].number]
         told = {} if settings is None else settings[parcel.optimizer][group]
         return stays_in_rows(type(optimizer), {**optimizer.param_groups[group], **told})
 
-    def mean(self, parcel: Parcel, parts: Sequence[tuple[Sequence[Gradient], float]]) -> list[Gradient]:
+    def mean(self, parcel: Chunk, parts: Sequence[tuple[Sequence[Gradient], float]]) -> list[Gradient]:
         """The sum of everybody's gradients, each times its factor; None for a block that nobody has one for.
 
         Half precision is added up in float32 and rounded once."""
@@ -152,7 +153,7 @@ class Shelf:
             result.append(self._mean(block, [(g, factor) for g, factor in given if g is not None]))
         return result
 
-    def _mean(self, block: Block, given: list[tuple[torch.Tensor, float]]) -> Gradient:
+    def _mean(self, block: ParameterBlock, given: list[tuple[torch.Tensor, float]]) -> Gradient:
         if not given:
             return None
         first, factor = given[0]
@@ -166,14 +167,14 @@ class Shelf:
             return total.to(first.dtype)
         return total
 
-    def _room(self, block: Block, like: torch.Tensor) -> torch.Tensor:
+    def _room(self, block: ParameterBlock, like: torch.Tensor) -> torch.Tensor:
         wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
         room = self._means.get(block.number)
         if room is None:
             room = self._means[block.number] = torch.empty(block.numel, dtype=wide)
         return room
 
-    def fill(self, parcel: Parcel, values: Sequence[torch.Tensor], step: int = 0) -> None:
+    def fill(self, parcel: Chunk, values: Sequence[torch.Tensor], step: int = 0) -> None:
         """These are the parameters now, of this step of the job; parcels are filled all, in order."""
         words, origins = self.memory.words, self.memory.origins
         self.disturb()
@@ -261,7 +262,7 @@ def _like_block(value: Any, block: torch.Tensor) -> Any:
     return value.reshape(-1)[: block.numel()].reshape(block.shape).clone()
 
 
-def views(memory: Memory, part: Part, dtypes: Sequence[torch.dtype]) -> Iterator[list[torch.Tensor]]:
+def views(memory: BlockMemory, part: ServerPart, dtypes: Sequence[torch.dtype]) -> Iterator[list[torch.Tensor]]:
     """Each parcel's blocks in `memory`, as vectors; `dtypes` are the parameters'."""
     for parcel in part.parcels:
         yield [memory.tensor(block.at, block.numel, dtypes[block.index]) for block in parcel.blocks]

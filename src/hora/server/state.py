@@ -27,17 +27,29 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .. import spans
-from ..hyper import Hyper
-from ..wire.codec import Codec, codec
-from .keeper import Address, Counts, Keeper, Out
-from .layout import Parcel
-from .messages import Begin, Drop, Enter, Entered, FromServer, FromWorker, Got, Meet, Push, Ready, Rest
-from .rounds import Rounds
+from ..compression.codec import Codec, codec
+from ..monitor import spans
+from ..parameters.hyperparameters import Hyper
+from .keeper import Address, Keeper, Out, ServerCounts
+from .layout import Chunk
+from .messages import (
+    BeginStep,
+    ChunkReady,
+    DropStep,
+    EnterLoop,
+    FromServer,
+    FromWorker,
+    LeaveLoop,
+    Push,
+    SynchronizeAt,
+    SynchronizedAck,
+    WorkerEntered,
+)
+from .rounds import SynchronousSteps
 from .rows import num_bytes, shift
 from .shelf import Gradient, Shelf
 
-__all__ = ["Address", "Counts", "Out", "Rules", "Server", "Worker"]
+__all__ = ["Address", "Out", "Rules", "ServerCounts", "ServerState", "WorkerState"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +73,7 @@ class Rules:
 
 
 @dataclasses.dataclass
-class Worker:
+class WorkerState:
     """What is known of one worker. `clock` counts the steps whose gradients are all in."""
 
     clock: int = 0
@@ -69,17 +81,19 @@ class Worker:
     trains: bool = False  # it is known where it stands
     unplaced: int = 0  # how often it has entered, less how often server 0 has said where it stands
     stands: int = 0  # what server 0 said last
-    begin: Begin | None = None  # the step under way
+    begin: BeginStep | None = None  # the step under way
     last: int | None = None  # the last step that was complete
     missing: int = 0  # parcels of it that are still to come
     pushed: set[int] = dataclasses.field(default_factory=set)  # those that are in
     early: list[tuple[Push, Sequence[Gradient]]] = dataclasses.field(default_factory=list)  # came before their Begin
-    ahead: list[Begin] = dataclasses.field(default_factory=list)  # came before the step under way was complete
-    waiting: list[tuple[int, Ready]] = dataclasses.field(default_factory=list)  # answers held back, and their clock
+    ahead: list[BeginStep] = dataclasses.field(default_factory=list)  # came before the step under way was complete
+    waiting: list[tuple[int, ChunkReady]] = dataclasses.field(
+        default_factory=list
+    )  # answers held back, and their clock
     hyper: Hyper | None = None
 
 
-class Server:
+class ServerState:
     """Server `number` of `num_servers`. Not thread-safe: its caller owns the order of messages.
 
     `record(kind, **facts)` is told of everything that a checker may want to know.
@@ -99,8 +113,8 @@ class Server:
         self.number = number
         self.num_servers = num_servers
         self._keeper = Keeper(shelf, record)
-        self._workers: dict[int, Worker] = {}
-        self._rounds = Rounds(self._keeper, rules, self._workers, number, num_servers)
+        self._workers: dict[int, WorkerState] = {}
+        self._rounds = SynchronousSteps(self._keeper, rules, self._workers, number, num_servers)
         self._reached = 0  # the highest clock there was
         self._met = 0  # the newest full synchronisation that was decided on
         self._meeting: dict[int, list[int]] = {}  # by clock: whom server 0 has named that may not be there yet
@@ -108,7 +122,7 @@ class Server:
         self._held: list[tuple[int, FromWorker, Sequence[Gradient]]] = []  # what came meanwhile
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> ServerCounts:
         return self._keeper.counts
 
     @property
@@ -131,7 +145,7 @@ class Server:
 
     def join(self, worker: int) -> None:
         """From now on this worker counts: in sync at once, else when it enters a loop."""
-        self._workers[worker] = Worker()
+        self._workers[worker] = WorkerState()
         self._keeper.join(worker)
         if self.rules.correct == "dc" or self.rules.backup:
             self.lend(worker, [torch.empty_like(flat) for flat in self.shelf.flats])
@@ -183,37 +197,37 @@ class Server:
         state = self._workers.get(worker)
         if state is None:
             return []  # a late word of one that is gone
-        if isinstance(message, Got):
+        if isinstance(message, SynchronizedAck):
             if message.step >= self._reading.get(worker, message.step):
                 self._reading.pop(worker, None)
             return self._settle()
-        if isinstance(message, Rest):
+        if isinstance(message, LeaveLoop):
             state.inside = state.trains = False
             self._reading.pop(worker, None)
             return self._rounds.rest() if self.rules.mode == "sync" else self._settle()
-        if isinstance(message, Enter):
+        if isinstance(message, EnterLoop):
             return self._enter(worker)
-        if isinstance(message, Drop):
+        if isinstance(message, DropStep):
             return self._drop(worker, message.step)
-        assert isinstance(message, Begin | Push)
-        out = self._enter(worker) if isinstance(message, Begin) else []
+        assert isinstance(message, BeginStep | Push)
+        out = self._enter(worker) if isinstance(message, BeginStep) else []
         if self._reading or state.unplaced:
             self._held.append((worker, message, gradients))
             return out
-        if isinstance(message, Begin):
+        if isinstance(message, BeginStep):
             return out + self._begin(worker, message)
         return self._push(worker, message, gradients)
 
     def hear(self, server: int, message: FromServer) -> Out:
         """What another server said."""
-        if isinstance(message, Entered):
+        if isinstance(message, WorkerEntered):
             state = self._workers.get(message.worker)
             if state is not None:
                 state.unplaced -= 1
                 state.stands = message.clock
                 self._place(state)
             return self._settle()
-        if isinstance(message, Meet):
+        if isinstance(message, SynchronizeAt):
             self._met = message.clock
             self._meeting[message.clock] = message.workers
             return self._settle()
@@ -236,15 +250,15 @@ class Server:
         self._keeper.record("enter", worker=worker, clock=state.clock)
         if not counting:
             return []
-        return [(("server", other), Entered(worker, state.clock)) for other in range(1, self.num_servers)]
+        return [(("server", other), WorkerEntered(worker, state.clock)) for other in range(1, self.num_servers)]
 
     @staticmethod
-    def _place(state: Worker) -> None:
+    def _place(state: WorkerState) -> None:
         """Elsewhere than on server 0: when the worker and server 0 have both said it."""
         if state.inside and not state.unplaced:
             state.clock, state.trains = state.stands, True
 
-    def _begin(self, worker: int, message: Begin) -> Out:
+    def _begin(self, worker: int, message: BeginStep) -> Out:
         state = self._workers[worker]
         if state.missing and state.begin is not None and state.begin.step == message.step:
             return []
@@ -288,7 +302,7 @@ class Server:
             out += self._complete(worker)
         return out
 
-    def _num_bytes(self, parcel: Parcel, push: Push, gradients: Sequence[Gradient]) -> int:
+    def _num_bytes(self, parcel: Chunk, push: Push, gradients: Sequence[Gradient]) -> int:
         """What these gradients weighed on their way."""
         if push.wire and self.rules.codec is not None:
             return self.rules.codec.num_bytes(parcel.num_bytes // self.shelf.flats[parcel.numbers[0]].element_size())
@@ -324,16 +338,18 @@ class Server:
         """All parcels as they are now, outside of a step; with backups between two of the others' steps."""
         if worker not in self._workers:
             return []
-        return self._rounds.refresh(worker, [Ready(number, parcel.number, []) for parcel in self.shelf.part.parcels])
+        return self._rounds.refresh(
+            worker, [ChunkReady(number, parcel.number, []) for parcel in self.shelf.part.parcels]
+        )
 
-    def look_up(self, parcel: Parcel, rows: torch.Tensor) -> tuple[int, torch.Tensor]:
+    def look_up(self, parcel: Chunk, rows: torch.Tensor) -> tuple[int, torch.Tensor]:
         """A table's version and these rows of it, as they are now: a worker asks for what its next gradient is to be
         based on once it was told that it may go on."""
         return self._keeper.look_up(parcel, rows)
 
     # -- async, ssp ----------------------------------------------------------------------------------------------------
 
-    def _take(self, worker: int, parcel: Parcel, push: Push, gradients: Sequence[Gradient]) -> Out:
+    def _take(self, worker: int, parcel: Chunk, push: Push, gradients: Sequence[Gradient]) -> Out:
         """One worker's gradients, applied as they come."""
         state = self._workers[worker]
         begin = state.begin
@@ -353,13 +369,13 @@ class Server:
                 spans.add(spans.SERVER, "update", began, blocks=parcel.numbers, worker=worker, lag=lag)
             self._keeper.record("apply", worker=worker, step=push.step, parcel=parcel.number, lag=lag)
         clock = state.clock + 1
-        ready = Ready(push.step, parcel.number, [], lag=lag, skipped=begin.nonfinite)
+        ready = ChunkReady(push.step, parcel.number, [], lag=lag, skipped=begin.nonfinite)
         if state.waiting or not self._may_read(worker, clock):
             state.waiting.append((clock, ready))
             return []
         return self._keeper.answer(worker, [ready])
 
-    def _compensate(self, worker: int, parcel: Parcel, gradients: Sequence[Gradient]) -> list[Gradient]:
+    def _compensate(self, worker: int, parcel: Chunk, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Delay compensation: g + λ g ⊙ g ⊙ (w now − w then), an estimate of the gradient at the parameters of now.
 
         Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, 2017."""
@@ -409,7 +425,9 @@ class Server:
             here = {rank: each.clock for rank, each in self._workers.items() if each.trains or each.waiting}
             while here and min(here.values()) >= self._met + every:
                 self._met += every
-                out += [(("server", other), Meet(self._met, list(here))) for other in range(1, self.num_servers)]
+                out += [
+                    (("server", other), SynchronizeAt(self._met, list(here))) for other in range(1, self.num_servers)
+                ]
         for clock, named in list(self._meeting.items()):
             if all(rank not in self._workers or self._workers[rank].clock >= clock for rank in named):
                 del self._meeting[clock]

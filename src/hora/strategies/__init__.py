@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from . import base
-from .allreduce import Auto, Engine, Halving, Ring, Shared, Star, Tree
+from .allreduce.config import Auto, Engine, Halving, Ring, Shared, Star, Tree
 from .base import Strategy
-from .local import DiLoCo, LocalSGD
-from .ps import PS
+from .local.config import DiLoCo, LocalSGD
+from .ps.config import PS
 
 KNOWN: dict[str, type[Strategy]] = {
     kind.name: kind for kind in (Auto, DiLoCo, Engine, Halving, LocalSGD, PS, Ring, Shared, Star, Tree)

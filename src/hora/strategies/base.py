@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ..roster import Roster
+    from ..parameters.registry import ParameterRegistry
     from .sync import Sync
 
 
@@ -53,7 +53,7 @@ class Strategy:
         """Whether samples are lent to whoever is free, since workers do not step together; else they are dealt."""
         return False
 
-    def sync(self, roster: Roster) -> Sync:
+    def sync(self, roster: ParameterRegistry) -> Sync:
         """The strategy at work on these models and optimizers; not yet bound to a group."""
         raise NotImplementedError  # each family says how
 

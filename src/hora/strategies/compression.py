@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..buckets import Bucket
-from ..collectives.base import Group
-from ..lanes import is_dense
-from ..wire.powersgd import Matrix
+from ..collectives.group import Group
+from ..compression.powersgd import Matrix
+from ..parameters.buckets import Bucket
+from ..parameters.shards import is_dense
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..collectives.base import Group
-from ..lanes import flatten
-from ..roster import Roster
+from ..collectives.group import Group
+from ..parameters.registry import ParameterRegistry
+from ..parameters.shards import flatten
 
 MOST_NAMED = 4
 ADVICE = (
@@ -17,7 +17,9 @@ ADVICE = (
 )
 
 
-def sentence(group: Group, roster: Roster, culprits: Sequence[tuple[int, int]], what: str = "gradient") -> str:
+def sentence(
+    group: Group, roster: ParameterRegistry, culprits: Sequence[tuple[int, int]], what: str = "gradient"
+) -> str:
     """Collective: every worker gives the (rank, parameter) that it knows of; all get the same words."""
     mine = torch.tensor(culprits, dtype=torch.int64).view(-1, 2)
     found = sorted({tuple(pair) for part in group.all_gather(mine, name="culprits") for pair in part.tolist()})

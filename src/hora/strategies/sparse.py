@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..collectives.base import Group
+from ..collectives.group import Group
 from ..errors import HoraError
 
 

@@ -29,15 +29,15 @@ from typing import Any
 
 import torch
 
-from ..buckets import Bucket
-from ..collectives.base import Group
+from ..collectives.group import Group
 from ..errors import HoraError
-from ..roster import Roster
-from ..server.access import Access
+from ..parameters.buckets import Bucket
+from ..parameters.registry import ParameterRegistry
+from ..server.access import RunContext
 
 
 @dataclasses.dataclass
-class Traffic:
+class CommStats:
     """What communication cost since the last `reset`."""
 
     comm_s: float = 0.0  # seconds spent on it, whoever did it
@@ -67,7 +67,7 @@ class Snapshot:
 
 
 @dataclasses.dataclass
-class Verdict:
+class StepOutcome:
     """What the workers learned together from one exchange."""
 
     stop: bool = False  # somebody wants to stop after this step
@@ -80,7 +80,7 @@ def ended_inside(left: str) -> str:
     return f"{left}, because its script ended inside the loop; job.stop(reason) ends all workers after the same step"
 
 
-class Halt(HoraError):
+class ExchangeCancelled(HoraError):
     """This exchange will not take place: a worker has left its loop. Never seen by users."""
 
 
@@ -97,12 +97,12 @@ class Sync(abc.ABC):
     steps = 0  # as the training loop counts them
     ended = False  # this worker's script has ended inside its loop
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: ParameterRegistry) -> None:
         self.roster = roster
         self.group: Group | None = None  # the gradients' own; ended early when a worker leaves its loop
         self.home: Group  # the job's, which outlives it
-        self.access: Access  # to the servers, where the strategy has any
-        self.traffic = Traffic()
+        self.access: RunContext  # to the servers, where the strategy has any
+        self.traffic = CommStats()
         self.silent = False  # inside job.accumulate()
         self.stop_wanted = False
         self.on_nonfinite = "raise"
@@ -235,7 +235,7 @@ class Sync(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def verdict(self) -> Verdict: ...
+    def verdict(self) -> StepOutcome: ...
 
     def abort(self, cause: HoraError) -> None:
         """Ends every wait of an exchange with `cause`. Thread-safe."""

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .loop import Training, several
+from .training import Training, several
 
 __all__ = ["Training", "several"]

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ..coordinator import Control, Event
+from ..coordinator import CoordinatorEvent, CoordinatorLine
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ NUM_BATCHES = 2  # that are compared
 class Hints:
     """`before_forward` and the other verbs are called on the training thread, `hear` on the line's."""
 
-    def __init__(self, control: Control, rank: int, size: int) -> None:
+    def __init__(self, control: CoordinatorLine, rank: int, size: int) -> None:
         self._control = control
         self._rank = rank
         self._size = size
@@ -62,7 +62,7 @@ class Hints:
                 "give a larger number to go on, or another folder to begin anew", done, count
             )  # fmt: skip
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: CoordinatorEvent) -> None:
         if event.kind == "told" and event.topic == TOPIC and event.member is not None:
             self._note(event.member.rank, msgspec.msgpack.decode(event.body, type=list[str]))
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import HoraError
-from ..watch import report
-from ..watch.report import EVERY_S, MAX_COMPUTES, MAX_NAMES, MAX_ROWS, Notice, Row, Work
-from ..watch.values import Histogram, Scalar, read
+from ..monitor import messages
+from ..monitor.messages import EVERY_S, MAX_COMPUTES, MAX_NAMES, MAX_ROWS, MetricsRow, Notice, WorkerReport
+from ..monitor.values import Histogram, Scalar, read
 
 if TYPE_CHECKING:
-    from .loop import Training
+    from .training import Training
 
 log = logging.getLogger(__name__)
 
@@ -119,9 +119,9 @@ class Recorder:
 
     def _report(self) -> None:
         if self._training.sync is not None:
-            self._send(report.encode(self._work(self._training.sync)))
+            self._send(messages.encode(self._work(self._training.sync)))
 
-    def _work(self, sync: Any) -> Work:
+    def _work(self, sync: Any) -> WorkerReport:
         training, course, traffic = self._training, self._training.course, sync.traffic
         steps = _drained(self._steps)
         now = _Totals(traffic.comm_s, traffic.sent_bytes, training.own_samples)
@@ -130,7 +130,7 @@ class Recorder:
         since = {rank: max(0, count - self._peers.get(rank, 0)) for rank, count in peers.items()}
         self._peers = peers
         seconds, exposed_s = sum(step.seconds for step in steps), sum(step.exposed_s for step in steps)
-        return Work(
+        return WorkerReport(
             sent_at=time.monotonic(),
             step=training.step,
             steps=len(steps),
@@ -152,10 +152,10 @@ class Recorder:
             notices=_drained(self._notices),
         )
 
-    def _take_rows(self) -> list[Row]:
+    def _take_rows(self) -> list[MetricsRow]:
         taken = _drained(self._rows)
         values = read([row for _, _, row in taken])
-        return [Row(step, at, 1, row) for (step, at, _), row in zip(taken, values, strict=True)]
+        return [MetricsRow(step, at, 1, row) for (step, at, _), row in zip(taken, values, strict=True)]
 
 
 def _drained(waiting: collections.deque[Any]) -> list[Any]:
@@ -171,7 +171,7 @@ def _since(now: Any, before: Any) -> Any:
     return now - before if now >= before else now
 
 
-def _merged(rows: Sequence[Row]) -> list[Row]:
+def _merged(rows: Sequence[MetricsRow]) -> list[MetricsRow]:
     """At most MAX_ROWS: neighbours become their mean."""
     while len(rows) > MAX_ROWS:
         pairs = [rows[at : at + 2] for at in range(0, len(rows), 2)]
@@ -179,13 +179,13 @@ def _merged(rows: Sequence[Row]) -> list[Row]:
     return list(rows)
 
 
-def _mean(one: Row, other: Row) -> Row:
+def _mean(one: MetricsRow, other: MetricsRow) -> MetricsRow:
     both = {**one.values, **other.values}
     for name in one.values.keys() & other.values.keys():
         both[name] = (one.values[name] * one.count + other.values[name] * other.count) / (one.count + other.count)
-    return Row(other.step, other.at, one.count + other.count, both)
+    return MetricsRow(other.step, other.at, one.count + other.count, both)
 
 
-def _histogram(name: str, step: int, at: float, counted: torch.Tensor) -> report.Histogram:
+def _histogram(name: str, step: int, at: float, counted: torch.Tensor) -> messages.HistogramReport:
     low, high, *counts = counted.tolist()
-    return report.Histogram(name, step, at, low, high, [int(count) for count in counts])
+    return messages.HistogramReport(name, step, at, low, high, [int(count) for count in counts])

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import spans
-from ..spans import TRAINING
+from ..monitor import spans
+from ..monitor.spans import TRAINING
 
 
 class Stages:

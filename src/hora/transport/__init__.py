@@ -1,6 +1,14 @@
 """Transports: memory (ranks as threads), shared memory, TCP, and the engines' own links."""
 
-from .base import Circle, Handle, Registered, Transport, Watcher
-from .memory import Lounge, MemoryTransport
+from .base import GroupSpec, RegisteredBuffer, Transfer, Transport, WaitObserver
+from .in_process import InProcessHub, InProcessTransport
 
-__all__ = ["Circle", "Handle", "Lounge", "MemoryTransport", "Registered", "Transport", "Watcher"]
+__all__ = [
+    "GroupSpec",
+    "InProcessHub",
+    "InProcessTransport",
+    "RegisteredBuffer",
+    "Transfer",
+    "Transport",
+    "WaitObserver",
+]

@@ -11,7 +11,7 @@ import weakref
 import torch
 
 from ..errors import HoraError, OutOfMemory
-from . import limits
+from . import memory_limit
 
 PAGE = mmap.PAGESIZE
 MADV_POPULATE_WRITE = 23
@@ -48,7 +48,7 @@ class Arena:
     @staticmethod
     def create(num_bytes: int) -> int:
         """A sealed memfd of that size. OutOfMemory if there is too little, or none is to be had."""
-        short = limits.shortage(num_bytes)
+        short = memory_limit.shortage(num_bytes)
         if short:
             raise OutOfMemory(short)
         try:

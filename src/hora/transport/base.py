@@ -26,7 +26,6 @@ import dataclasses
 import itertools
 import logging
 import mmap
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ import torch
 
 from ..coordinator.messages import Member
 from ..errors import HoraError, PeerLost, Timeout
+from ..net.machine import num_cores
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ Land = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Circle:
+class GroupSpec:
     """Who belongs to a group: `members` in order of rank, `rank` among them, and the generation of this membership."""
 
     rank: int
@@ -74,14 +74,7 @@ class Circle:
         return next((index for index, member in enumerate(self.members) if member.rank == rank), None)
 
 
-def num_cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-class Watcher:
+class WaitObserver:
     """Whom a transport tells about long waits. The group is one; this default keeps quiet."""
 
     def doing(self) -> str:
@@ -100,7 +93,7 @@ class Watcher:
         return HoraError(f"rank {peer} sent a message of another operation")
 
 
-class Handle:
+class Transfer:
     """One transfer under way. `done` turns true once; `wait` blocks until then or raises."""
 
     __slots__ = ("channel", "done", "peer", "transport")
@@ -119,7 +112,7 @@ class Handle:
         raise NotImplementedError  # each transport's handles say how
 
 
-class Patience:
+class BoundedWait:
     """One long wait: asks for news of an abort, speaks up when it takes long, gives up when `timeout_s` is over."""
 
     def __init__(self, transport: Transport, peers: tuple[int, ...]) -> None:
@@ -156,7 +149,7 @@ class Patience:
         )
 
 
-class Registered(abc.ABC):
+class RegisteredBuffer(abc.ABC):
     """Memory that every rank of the group sees, with one flag per rank.
 
     `mine` is this rank's part, `peers[r]` rank r's (one's own included). `whole` shows the parts' shares side by
@@ -224,7 +217,7 @@ def element_shares(cut: list[tuple[int, int]], numel: int, dtype: torch.dtype) -
 class _Channel:
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.queues: dict[tuple[str, int], collections.deque[Handle]] = {}
+        self.queues: dict[tuple[str, int], collections.deque[Transfer]] = {}
 
 
 class Transport(abc.ABC):
@@ -234,11 +227,11 @@ class Transport(abc.ABC):
     shares_memory: bool = False
     left_s: float = 0.5  # how long what a rank sent before it left may take to arrive
 
-    def __init__(self, circle: Circle) -> None:
+    def __init__(self, circle: GroupSpec) -> None:
         self.circle = circle
         self.rank = circle.rank
         self.size = circle.size
-        self.watcher = Watcher()
+        self.watcher = WaitObserver()
         self.cause: HoraError | None = None
         self.gone: dict[int, str] = {}
         self.sent_messages = [0] * circle.size
@@ -249,7 +242,7 @@ class Transport(abc.ABC):
 
     # -- verbs ---------------------------------------------------------------------------------------------------
 
-    def send(self, peer: int, tensor: torch.Tensor, channel: int = COLLECTIVES, stamp: int = 0) -> Handle:
+    def send(self, peer: int, tensor: torch.Tensor, channel: int = COLLECTIVES, stamp: int = 0) -> Transfer:
         self.check()
         self.sent_messages[peer] += 1
         self.sent_bytes[peer] += tensor.numel() * tensor.element_size()
@@ -262,11 +255,11 @@ class Transport(abc.ABC):
         channel: int = COLLECTIVES,
         stamp: int = 0,
         land: Land | None = None,
-    ) -> Handle:
+    ) -> Transfer:
         self.check()
         return self._begin("recv", self._recv(peer, tensor, channel, stamp, land or torch.Tensor.copy_))
 
-    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Registered:
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> RegisteredBuffer:
         """Registered memory of `numel` elements per rank; collective. OutOfMemory, on every rank, if it is refused."""
         raise HoraError(f"the {self.kind} transport has no memory that all ranks see")
 
@@ -316,9 +309,9 @@ class Transport(abc.ABC):
 
     # -- driving transfers -----------------------------------------------------------------------------------------
 
-    def drive(self, handle: Handle) -> None:
+    def drive(self, handle: Transfer) -> None:
         """Moves the transfers of the handle's channel until that one is done."""
-        patience: Patience | None = None
+        patience: BoundedWait | None = None
         idle_rounds = 0
         while not handle.done:
             self.check()
@@ -330,7 +323,7 @@ class Transport(abc.ABC):
                 return
             idle_rounds += 1
             if patience is None:
-                patience = Patience(self, (handle.peer,))
+                patience = BoundedWait(self, (handle.peer,))
             elif idle_rounds > 2:
                 patience.check()
             self._idle(handle, idle_rounds)
@@ -347,7 +340,7 @@ class Transport(abc.ABC):
                     queue.popleft()
         return moved
 
-    def _begin(self, direction: str, handle: Handle) -> Handle:
+    def _begin(self, direction: str, handle: Transfer) -> Transfer:
         state = self._channels[handle.channel]
         with state.lock:
             queue = state.queues.setdefault((direction, handle.peer), collections.deque())
@@ -357,7 +350,7 @@ class Transport(abc.ABC):
                 queue.append(handle)
         return handle
 
-    def _pending(self, channel: int) -> list[Handle]:
+    def _pending(self, channel: int) -> list[Transfer]:
         state = self._channels[channel]
         with state.lock:
             return [queue[0] for queue in state.queues.values() if queue]
@@ -365,13 +358,13 @@ class Transport(abc.ABC):
     # -- for the implementations -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Handle: ...
+    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Transfer: ...
 
     @abc.abstractmethod
-    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Handle: ...
+    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Transfer: ...
 
     @abc.abstractmethod
-    def _idle(self, handle: Handle, rounds: int) -> None:
+    def _idle(self, handle: Transfer, rounds: int) -> None:
         """Nothing could move: sleeps until something may, at most `SLICE_S`. `rounds` counts such calls in a row."""
 
     def _wake(self) -> None:

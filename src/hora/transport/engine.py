@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from .. import interface
-from ..coordinator import Control
+from ..coordinator import CoordinatorLine
 from ..errors import HoraError
-from .base import SLICE_S, Circle, Handle, Land, Patience, Transport
+from ..net import interface
+from .base import SLICE_S, BoundedWait, GroupSpec, Land, Transfer, Transport
 from .tcp import memory_of
 
 log = logging.getLogger(__name__)
@@ -48,19 +48,19 @@ MPI_TYPES = {
 }  # fmt: skip
 
 
-class Backend(abc.ABC):
+class EngineBackend(abc.ABC):
     """One engine: starts work and says when it is done. `test()` of the work is cheap and raises what went wrong."""
 
     name: str
 
     @abc.abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work: ...
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> EngineWork: ...
 
     @abc.abstractmethod
-    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Work: ...
+    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> EngineWork: ...
 
     @abc.abstractmethod
-    def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> Work: ...
+    def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> EngineWork: ...
 
     def abort(self) -> None:
         """Ends what is under way, as far as the engine can."""
@@ -72,7 +72,7 @@ class EngineFailed(Exception):
     """What the engine itself said."""
 
 
-class Work(abc.ABC):
+class EngineWork(abc.ABC):
     @abc.abstractmethod
     def test(self) -> bool: ...
 
@@ -85,7 +85,7 @@ class EngineTransport(Transport):
     kind = "engine"
     left_s = 5.0  # the engine has threads and buffers of its own; a link that closed is noticed at once in any case
 
-    def __init__(self, circle: Circle, backend: Backend) -> None:
+    def __init__(self, circle: GroupSpec, backend: EngineBackend) -> None:
         super().__init__(circle)
         self.backend = backend
 
@@ -95,15 +95,15 @@ class EngineTransport(Transport):
         if op == "mean" and self.size > 1:
             tensor.div_(self.size)
 
-    def _finish(self, work: Work) -> None:
+    def _finish(self, work: EngineWork) -> None:
         others = tuple(rank for rank in range(self.size) if rank != self.rank)
         patience = None
         while not self.finished(work, others):
-            patience = patience or Patience(self, others)
+            patience = patience or BoundedWait(self, others)
             patience.check()
             work.rest(SLICE_S)
 
-    def finished(self, work: Work, peers: tuple[int, ...]) -> bool:
+    def finished(self, work: EngineWork, peers: tuple[int, ...]) -> bool:
         """Whether the work is done; the cause, rather than the engine's own words, if it went wrong."""
         try:
             return work.test()
@@ -115,13 +115,13 @@ class EngineTransport(Transport):
             super().abort(cause)
             self.backend.abort()
 
-    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Handle:
+    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Transfer:
         return _Send(self, peer, channel, stamp, tensor)
 
-    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Handle:
+    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Transfer:
         return _Recv(self, peer, channel, stamp, tensor, land)
 
-    def _idle(self, handle: Handle, rounds: int) -> None:
+    def _idle(self, handle: Transfer, rounds: int) -> None:
         for pending in self._pending(handle.channel):
             if isinstance(pending, (_Send, _Recv)) and pending.works:
                 pending.works[-1].rest(min(SLICE_S, 20e-6 * rounds))
@@ -131,7 +131,7 @@ class EngineTransport(Transport):
         self.backend.close()
 
 
-class _Send(Handle):
+class _Send(Transfer):
     """A message is two of the engine's: stamp, generation and length, then the data. So it is checked as elsewhere."""
 
     __slots__ = ("parts", "works")
@@ -139,7 +139,7 @@ class _Send(Handle):
     def __init__(self, transport: EngineTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor) -> None:
         super().__init__(transport, peer, channel)
         self.parts = [_head(transport, stamp, tensor), tensor] if tensor.numel() else [_head(transport, stamp, tensor)]
-        self.works: list[Work] | None = None
+        self.works: list[EngineWork] | None = None
 
     def advance(self) -> bool:
         transport = self.transport
@@ -150,7 +150,7 @@ class _Send(Handle):
         return self.done
 
 
-class _Recv(Handle):
+class _Recv(Transfer):
     __slots__ = ("body", "head", "land", "tensor", "wanted", "works")
 
     def __init__(
@@ -162,7 +162,7 @@ class _Recv(Handle):
         self.wanted = _head(transport, stamp, tensor)
         self.head = torch.zeros_like(self.wanted)
         self.body: torch.Tensor | None = None
-        self.works: list[Work] | None = None
+        self.works: list[EngineWork] | None = None
 
     def advance(self) -> bool:
         transport = self.transport
@@ -193,13 +193,13 @@ def _head(transport: EngineTransport, stamp: int, tensor: torch.Tensor) -> torch
 # -- torch.distributed -------------------------------------------------------------------------------------------------
 
 
-class TorchBackend(Backend):
+class TorchBackend(EngineBackend):
     """A process group of our own, not torch's default one, so that a user's `init_process_group` stays possible.
 
     The store that the ranks meet in listens on the run's own address; its port travels over the coordinator.
     """
 
-    def __init__(self, circle: Circle, control: Control, name: str, bind: str) -> None:
+    def __init__(self, circle: GroupSpec, control: CoordinatorLine, name: str, bind: str) -> None:
         import torch.distributed as dist
 
         self.name = name
@@ -219,10 +219,10 @@ class TorchBackend(Backend):
             options._threads = 2
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind)]
             self._group = dist.ProcessGroupGloo(prefixed, circle.rank, circle.size, options)
-        self._crew = Crew()
+        self._crew = EngineThreads()
         self._peer = (circle.rank + 1) % circle.size
 
-    def _watch(self, start: Callable[[], Any], wait: Callable[[Any], None] | None = None) -> Work:
+    def _watch(self, start: Callable[[], Any], wait: Callable[[Any], None] | None = None) -> EngineWork:
         """Starts on the caller's thread, which keeps the order of messages; the end is awaited apart."""
         try:
             work = start()
@@ -232,7 +232,7 @@ class TorchBackend(Backend):
             return _Threaded(failed)
         return _Threaded(self._crew.submit(work.wait if wait is None else lambda: wait(work)))
 
-    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> EngineWork:
         if self.name == "gloo" and tensor.dtype is torch.bool:
             raise ValueError("Gloo reduces no bools; use uint8, or an algorithm of Hora's own such as 'ring'")
         options = self._dist.AllreduceOptions()
@@ -247,10 +247,10 @@ class TorchBackend(Backend):
             work.wait()
             torch.cuda.current_stream(device).synchronize()
 
-    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
+    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> EngineWork:
         return self._watch(lambda: self._group.send([tensor], peer, tag))
 
-    def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
+    def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> EngineWork:
         return self._watch(lambda: self._group.recv([tensor], peer, tag))
 
     def abort(self) -> None:
@@ -271,7 +271,7 @@ class TorchBackend(Backend):
             self._group.shutdown()
 
 
-def meet_in_store(key: str, circle: Circle, control: Control, bind: str, limit: datetime.timedelta) -> Any:
+def meet_in_store(key: str, circle: GroupSpec, control: CoordinatorLine, bind: str, limit: datetime.timedelta) -> Any:
     """Collective: torch's store, which rank 0 hosts on the run's own address; its port travels under `key`."""
     from torch.distributed import TCPStore
 
@@ -297,7 +297,7 @@ def name_interface(bind: str) -> None:
 Jobs = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
-class Crew:
+class EngineThreads:
     """Threads that wait for the engine. Daemons, since one may wait without end; as many as wait at the same time."""
 
     def __init__(self) -> None:
@@ -358,7 +358,7 @@ class Crew:
         return not self._pending
 
 
-class _Threaded(Work):
+class _Threaded(EngineWork):
     def __init__(self, future: concurrent.futures.Future[Any]) -> None:
         self._future = future
 
@@ -377,12 +377,12 @@ class _Threaded(Work):
 # -- MPI ---------------------------------------------------------------------------------------------------------------
 
 
-class MpiBackend(Backend):
+class MpiBackend(EngineBackend):
     """MPI through mpi4py, for ranks that mpirun started: the circle must be the whole of MPI's world."""
 
     name = "mpi"
 
-    def __init__(self, circle: Circle) -> None:
+    def __init__(self, circle: GroupSpec) -> None:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as problem:
@@ -397,18 +397,18 @@ class MpiBackend(Backend):
             raise ValueError(f"MPI reduces no {tensor.dtype}; use an algorithm of Hora's own such as 'ring'")
         return [memory_of(tensor), getattr(self._mpi, MPI_TYPES[tensor.dtype])]
 
-    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> EngineWork:
         operation = getattr(self._mpi, MPI_OPERATIONS[op])
         return _Request(self._comm.Iallreduce(self._mpi.IN_PLACE, self._spec(tensor), operation))
 
-    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
+    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> EngineWork:
         return _Request(self._comm.Isend([memory_of(tensor), self._mpi.BYTE], peer, tag))
 
-    def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> Work:
+    def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> EngineWork:
         return _Request(self._comm.Irecv([memory_of(tensor), self._mpi.BYTE], peer, tag))
 
 
-class _Request(Work):
+class _Request(EngineWork):
     def __init__(self, request: Any) -> None:
         self._request = request
 
@@ -422,7 +422,7 @@ class _Request(Work):
 
 
 def open_engine(
-    circle: Circle, control: Control, backend: str, bind: str, check: Callable[[], None]
+    circle: GroupSpec, control: CoordinatorLine, backend: str, bind: str, check: Callable[[], None]
 ) -> EngineTransport:
     """Collective: the engine over these ranks; 'auto' is Gloo, which is everywhere.
 
@@ -433,7 +433,7 @@ def open_engine(
         return EngineTransport(circle, MpiBackend(circle))
     if circle.rank == 0:
         log.warning("the engine's links (%s) are not authenticated: keep them inside a trusted network", name)
-    crew = Crew()
+    crew = EngineThreads()
     opening = crew.submit(lambda: TorchBackend(circle, control, name, bind))
     crew.close()  # this is all it does
     while not opening.done():

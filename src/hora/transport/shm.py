@@ -17,21 +17,21 @@ from collections.abc import Callable
 import torch
 
 from ..errors import HoraError, OutOfMemory
+from ..net.fd_passing import FdPassing
 from . import futex
 from .arena import PAGE, Arena, round_up
 from .base import (
     NUM_CHANNELS,
     SLICE_S,
-    Circle,
-    Handle,
+    BoundedWait,
+    GroupSpec,
     Land,
-    Patience,
-    Registered,
+    RegisteredBuffer,
+    Transfer,
     Transport,
     element_shares,
     page_shares,
 )
-from .passing import Passing
 
 LINE = 128  # bytes: two cache lines, since processors fetch lines in pairs
 NUM_SLOTS = 2
@@ -51,7 +51,7 @@ class ShmTransport(Transport):
     kind = "shm"
     shares_memory = True
 
-    def __init__(self, circle: Circle, passing: Passing, leader: str, agree: Agree) -> None:
+    def __init__(self, circle: GroupSpec, passing: FdPassing, leader: str, agree: Agree) -> None:
         super().__init__(circle)
         self._passing = passing
         self._leader = leader
@@ -96,7 +96,7 @@ class ShmTransport(Transport):
 
     # -- registered memory -----------------------------------------------------------------------------------------
 
-    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Registered:
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> RegisteredBuffer:
         part = max(PAGE, round_up(numel * dtype.itemsize, PAGE))
         header = round_up(self.size * LINE, PAGE)
         starts = [header + rank * part for rank in range(self.size)]
@@ -104,7 +104,7 @@ class ShmTransport(Transport):
         woven = [(starts[rank] + start, stop - start) for rank, (start, stop) in enumerate(cut)]
         arena = self._map(name, header + self.size * part, woven)
         arena.populate()
-        memory = ShmRegistered(self, arena)
+        memory = ShmBuffer(self, arena)
         memory.peers = [arena.tensor(start, numel, dtype) for start in starts]
         memory.mine = memory.peers[self.rank]
         memory.whole = arena.whole(numel, dtype)
@@ -114,10 +114,10 @@ class ShmTransport(Transport):
 
     # -- links -----------------------------------------------------------------------------------------------------
 
-    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Handle:
+    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Transfer:
         return _Send(self, peer, channel, stamp, tensor)
 
-    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Handle:
+    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Transfer:
         return _Recv(self, peer, channel, stamp, tensor, land)
 
     def link(self, source: int, target: int, channel: int) -> _Link:
@@ -140,7 +140,7 @@ class ShmTransport(Transport):
         if halves[index + LINE // 8]:
             futex.wake(self._arena.address + index * 4)
 
-    def _idle(self, handle: Handle, rounds: int) -> None:
+    def _idle(self, handle: Transfer, rounds: int) -> None:
         if self.crowded or self.background:
             if rounds <= POLITE_SPINS:
                 os.sched_yield()
@@ -195,7 +195,7 @@ class _Link:
         self.words[self._read] = self.num_read
 
 
-class _Send(Handle):
+class _Send(Transfer):
     __slots__ = ("data", "link", "offset", "stamp")
 
     def __init__(self, transport: ShmTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor) -> None:
@@ -223,7 +223,7 @@ class _Send(Handle):
         return moved
 
 
-class _Recv(Handle):
+class _Recv(Transfer):
     __slots__ = ("land", "link", "offset", "stamp", "tensor")
 
     def __init__(
@@ -257,7 +257,7 @@ class _Recv(Handle):
         return moved
 
 
-class ShmRegistered(Registered):
+class ShmBuffer(RegisteredBuffer):
     """Per rank one line: the flag, two stamps (by parity of the turn) and, half a line on, the sleep mark."""
 
     def __init__(self, transport: ShmTransport, arena: Arena) -> None:
@@ -319,7 +319,7 @@ class ShmRegistered(Registered):
             for _ in range(SPINS):
                 if words[flag] >= value:
                     return
-        patience = Patience(transport, (peer,))
+        patience = BoundedWait(transport, (peer,))
         halves, mark = self._halves, self._mark[transport.rank]
         address = self._arena.address + flag * 8
         while True:

@@ -26,11 +26,11 @@ from collections.abc import Callable
 
 import torch
 
-from .. import handshake
 from ..coordinator.client import dial
 from ..errors import HoraError, PeerLost, Timeout, Unauthorized
-from .allowance import Allowance
-from .base import NUM_CHANNELS, SLICE_S, Circle, Handle, Land, Patience, Transport
+from ..net import handshake
+from .base import NUM_CHANNELS, SLICE_S, BoundedWait, GroupSpec, Land, Transfer, Transport
+from .rate_limit import RateLimiter
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +60,10 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr())).cast("B")
 
 
-class Port:
+class TcpListener:
     """A rank's listening end, shared by its groups: hands each incoming connection to the group it is for."""
 
-    def __init__(self, token: bytes, bind: str, allowance: Allowance | None = None) -> None:
+    def __init__(self, token: bytes, bind: str, allowance: RateLimiter | None = None) -> None:
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         sock = socket.create_server((bind, 0), family=family, backlog=128)
         self.address: tuple[str, int] = (bind, sock.getsockname()[1])
@@ -74,7 +74,7 @@ class Port:
         self._oldest = 0
         self._closed = False
         self._order = threading.Lock()
-        self._listener = handshake.Listener(sock, token, PURPOSE, self._welcome)
+        self._listener = handshake.AuthenticatedListener(sock, token, PURPOSE, self._welcome)
 
     def attach(self, transport: TcpTransport) -> None:
         """From now on connections for this group reach it; those that came early are handed over."""
@@ -128,7 +128,7 @@ class TcpTransport(Transport):
 
     kind = "tcp"
 
-    def __init__(self, circle: Circle, port: Port, address_of: Callable[[int], tuple[str, int]]) -> None:
+    def __init__(self, circle: GroupSpec, port: TcpListener, address_of: Callable[[int], tuple[str, int]]) -> None:
         super().__init__(circle)
         self._port = port
         self.allowance = port.allowance
@@ -153,7 +153,7 @@ class TcpTransport(Transport):
         """HoraError that names the peer, its host and the address that was tried, if nobody answers there."""
         address = self._address_of(peer)
         try:
-            return dial(address, self._port.token, PURPOSE, check=Patience(self, (peer,)).check)
+            return dial(address, self._port.token, PURPOSE, check=BoundedWait(self, (peer,)).check)
         except HoraError as problem:
             if problem is self.cause or isinstance(problem, (PeerLost, Timeout)):
                 raise
@@ -178,13 +178,13 @@ class TcpTransport(Transport):
             self._in[rank, channel] = sock
             self._news.notify_all()
 
-    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Handle:
+    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Transfer:
         return _Send(self, peer, channel, stamp, tensor)
 
-    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Handle:
+    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Transfer:
         return _Recv(self, peer, channel, stamp, tensor, None if land is torch.Tensor.copy_ else land)
 
-    def _idle(self, handle: Handle, rounds: int) -> None:
+    def _idle(self, handle: Transfer, rounds: int) -> None:
         poller = select.poll()
         watched = 0
         limit_s = SLICE_S
@@ -217,7 +217,7 @@ class TcpTransport(Transport):
         self.forget()
 
 
-class _Send(Handle):
+class _Send(Transfer):
     __slots__ = ("parts", "sock", "tensor")
 
     def __init__(self, transport: TcpTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor) -> None:
@@ -281,7 +281,7 @@ def _first(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
     return found
 
 
-class _Recv(Handle):
+class _Recv(Transfer):
     __slots__ = ("filled", "header", "in_header", "land", "offset", "piece", "stamp", "target", "tensor")
 
     def __init__(

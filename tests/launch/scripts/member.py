@@ -20,11 +20,11 @@ import sys
 import threading
 import time
 
-from hora.coordinator import Event, Member
+from hora.coordinator import CoordinatorEvent, Member
 from hora.coordinator.messages import TakeBlock
-from hora.launch import environment
-from hora.launch.codes import ECHO_EXIT
-from hora.launch.meeting import meet
+from hora.launch.exit_codes import ECHO_EXIT
+from hora.rendezvous import environment
+from hora.rendezvous.rendezvous import rendezvous
 
 identity = environment.read()
 me = Member(identity.role, identity.rank, socket.gethostname(), os.getpid())
@@ -38,7 +38,7 @@ def say(text: str) -> None:
 
 if order == "early":
     raise ValueError("before it joined")
-control = meet(identity).control
+control = rendezvous(identity).control
 control.on_lost = lambda reason: stopped.set()
 workers: set[int] = set()
 guests: set[int] = set()
@@ -46,7 +46,7 @@ dead: set[int] = set()
 stopped = threading.Event()
 
 
-def hear(event: Event) -> None:
+def hear(event: CoordinatorEvent) -> None:
     member = event.member
     if event.kind in ("died", "left", "joined") and member is not None:
         who = f"{member.role} {member.rank}"

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ..config import RunConfig
-from ..identity import OF_INTERPRETER, token_descriptor
+from ..process_set import OF_INTERPRETER, token_descriptor
 from .interpreter import ROOM
 from .messages import (
     ForkReply,
     ForkRequest,
-    Frames,
+    FrameReader,
     FromServer,
     ProcessExit,
     ServerReady,
@@ -45,7 +45,7 @@ _READ_BYTES = 1 << 16
 _PIPE_BYTES_MAX = 1 << 20
 
 
-PRELOADED = ("torch", "hora.job", "hora.strategies.replicated", "hora.serve.publisher")
+PRELOADED = ("torch", "hora.job", "hora.strategies.allreduce.replicated", "hora.serve.publisher")
 """What every rank imports anyway, with all that these import."""
 
 OPTIMIZERS = "torch._dynamo"
@@ -64,7 +64,7 @@ def preloaded(config: RunConfig) -> tuple[str, ...]:
     return (*PRELOADED, OPTIMIZERS) if trains else PRELOADED
 
 
-class Outlet(Protocol):
+class OutputSink(Protocol):
     """Where what a process writes goes."""
 
     def feed(self, data: bytes, now: float) -> None: ...
@@ -86,10 +86,10 @@ class ForkServer:
         self.lost = ""  # why there is none any more
         self.complaints_fd = -1  # what it has to say itself, as torch's warnings when it is imported
         self._fork = bool(modules)
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, ForkedProcess] = {}
         self._started: ForkReply | None = None
         self._exits: dict[int, ProcessExit] = {}  # that came together with the reply to their start
-        self._frames = Frames()
+        self._frames = FrameReader()
         self._server: subprocess.Popen[bytes] | None = None
         self._cwd = os.getcwd()
         shared = env.get("HORA_FORKSERVER")
@@ -123,7 +123,9 @@ class ForkServer:
         """To be waited for: when one is readable, `read` it, or ask for `complaints` if it is that one."""
         return [self.fileno()] + ([self.complaints_fd] if self.complaints_fd >= 0 else [])
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], token: bytes, out: Outlet, err: Outlet) -> Process:
+    def start(
+        self, argv: Sequence[str], env: Mapping[str, str], token: bytes, out: OutputSink, err: OutputSink
+    ) -> ForkedProcess:
         """A process with `env` as its environment, /dev/null as stdin, and a descriptor that holds `token`, whose
         number HORA_TOKEN_FD tells it. OSError if it could not be started."""
         message = frame(ForkRequest(list(argv), dict(env), self._cwd, ["HORA_TOKEN_FD"], self._fork))
@@ -148,7 +150,7 @@ class ForkServer:
                 raise
             finally:
                 self._sock.setblocking(False)
-        process = self._processes[started.pid] = Process(self, started.pid, pipes, out, err)
+        process = self._processes[started.pid] = ForkedProcess(self, started.pid, pipes, out, err)
         if exit := self._exits.pop(started.pid, None):
             self._take(exit)
         return process
@@ -237,16 +239,16 @@ class ForkServer:
         self._server.stderr.close()
 
 
-class Process:
+class ForkedProcess:
     """A process, leader of a session and a process group of its own. Its signals go by way of the fork server, which
     has not let go of its number while it has not told its end."""
 
-    def __init__(self, server: ForkServer, pid: int, pipes: Sequence[int], out: Outlet, err: Outlet) -> None:
+    def __init__(self, server: ForkServer, pid: int, pipes: Sequence[int], out: OutputSink, err: OutputSink) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self.peak_bytes = 0  # of memory; known when it has ended
         self.lost = ""  # why nothing is known of its end
-        self.pipes: dict[int, Outlet] = dict(zip(pipes, (out, err), strict=True))
+        self.pipes: dict[int, OutputSink] = dict(zip(pipes, (out, err), strict=True))
         self._server = server
         self._code: int | None = None
         for fd in self.pipes:

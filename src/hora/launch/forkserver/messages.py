@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import msgspec
 
-from hora.coordinator.messages import LENGTH, MAX_FRAME_BYTES, Frames
+from hora.coordinator.messages import LENGTH, MAX_FRAME_BYTES, FrameReader
 
 __all__ = [
     "ForkReply",
     "ForkRequest",
-    "Frames",
+    "FrameReader",
     "FromServer",
     "ProcessExit",
     "ServerReady",
@@ -32,11 +32,11 @@ __all__ = [
 MAX_DESCRIPTORS = 8
 
 
-class Message(msgspec.Struct, tag_field="do"):
+class ForkServerMessage(msgspec.Struct, tag_field="do"):
     """The base of all."""
 
 
-class ForkRequest(Message, tag="start"):
+class ForkRequest(ForkServerMessage, tag="start"):
     """One process. Three descriptors come with it, its stdin, stdout and stderr, and then one for each name in
     `passed`: the variable of that name tells the process its number."""
 
@@ -47,7 +47,7 @@ class ForkRequest(Message, tag="start"):
     fork: bool = True  # else a new interpreter is started
 
 
-class SignalRequest(Message, tag="signal"):
+class SignalRequest(ForkServerMessage, tag="signal"):
     """To the process alone, or to its group."""
 
     pid: int
@@ -55,19 +55,19 @@ class SignalRequest(Message, tag="signal"):
     group: bool
 
 
-class ServerReady(Message, tag="ready"):
+class ServerReady(ForkServerMessage, tag="ready"):
     """`problem` says why processes will be started as new interpreters instead; empty if they will be forked."""
 
     pid: int
     problem: str = ""
 
 
-class ForkReply(Message, tag="started"):
+class ForkReply(ForkServerMessage, tag="started"):
     pid: int
     problem: str = ""
 
 
-class ProcessExit(Message, tag="ended"):
+class ProcessExit(ForkServerMessage, tag="ended"):
     """`code` as in subprocess. Nothing of the process's group is left."""
 
     pid: int
@@ -82,7 +82,7 @@ decode_client = msgspec.msgpack.Decoder(ForkRequest | SignalRequest).decode
 decode_server = msgspec.msgpack.Decoder(FromServer).decode
 
 
-def frame(message: Message) -> bytes:
+def frame(message: ForkServerMessage) -> bytes:
     body = _encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"arguments and environment have {len(body)} bytes; the limit is {MAX_FRAME_BYTES}")

@@ -17,13 +17,13 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from ..guardian import sweep
+from ..reaper import sweep
 from . import interpreter
 from .messages import (
     MAX_DESCRIPTORS,
     ForkReply,
     ForkRequest,
-    Frames,
+    FrameReader,
     FromServer,
     ProcessExit,
     ServerReady,
@@ -44,7 +44,7 @@ class ClientConnection:
         self.pids: set[int] = set()
         self.mark = ""  # of the run that its processes belong to
         self.descriptors: list[int] = []  # that have come and belong to messages that are still to be read
-        self._frames = Frames()
+        self._frames = FrameReader()
 
     def receive(self) -> list[ForkRequest | SignalRequest] | None:
         """What has come; None at the end of the line."""

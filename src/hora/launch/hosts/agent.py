@@ -24,42 +24,42 @@ import tempfile
 import time
 
 import hora
-from hora import handshake, interface
 from hora.coordinator.client import PURPOSE as CONTROL
 from hora.coordinator.client import dial
 from hora.errors import HoraError
-from hora.interface import kernel
+from hora.net import handshake, interface
+from hora.net.interface import kernel
 
+from ...net.machine import num_cores
+from ...rendezvous.names import NAMES
 from ..config import check_module
-from ..forkserver.client import ForkServer, Process
-from ..guardian import Guardian, sweep
-from ..identity import OF_INTERPRETER, TRACE
-from ..names import NAMES
-from ..servers import num_cores
-from ..wake import STOPPING, Wake
-from .frames import (
+from ..forkserver.client import ForkedProcess, ForkServer
+from ..process_set import OF_INTERPRETER, TRACE
+from ..reaper import Reaper, sweep
+from ..signal_pipe import STOPPING, SignalPipe
+from .messages import (
     FILE_BYTES,
     OUTPUT_BYTES,
     PROTOCOL,
-    Beat,
-    Bye,
-    End,
-    Ended,
-    Facts,
-    File,
-    Frames,
+    AgentBye,
+    AgentHello,
+    EndAgent,
+    FrameReader,
     FromAgent,
     FromLauncher,
-    Hello,
-    Hold,
-    Output,
-    Probe,
-    Probed,
-    Route,
-    Routed,
-    Signal,
-    Start,
-    Started,
+    Heartbeat,
+    HoldOutput,
+    HostFacts,
+    ProbeReply,
+    ProbeRequest,
+    ProcessEnded,
+    ProcessOutput,
+    ProcessStarted,
+    RouteReply,
+    RouteRequest,
+    SignalProcess,
+    StartProcess,
+    TraceFilePiece,
     decode_launcher,
     frame,
 )
@@ -83,7 +83,7 @@ TOLD = "told to"
 Seat = tuple[str, int]
 
 
-class Outlet:
+class AgentOutput:
     """What one stream of a process writes, on its way to the launcher."""
 
     def __init__(self, agent: Agent, seat: Seat, stream: int) -> None:
@@ -94,7 +94,7 @@ class Outlet:
     def feed(self, data: bytes, now: float) -> None:
         role, rank = self._seat
         for start in range(0, len(data), OUTPUT_BYTES):
-            self._agent.send(Output(role, rank, self._stream, data[start : start + OUTPUT_BYTES]))
+            self._agent.send(ProcessOutput(role, rank, self._stream, data[start : start + OUTPUT_BYTES]))
 
     def close(self) -> None:
         pass
@@ -103,20 +103,20 @@ class Outlet:
 class Agent:
     """One loop waits for everything: the launcher, the processes' ends and pipes, room on stdout, the next beat."""
 
-    def __init__(self, wake: Wake, stdin: int, stdout: int) -> None:
+    def __init__(self, wake: SignalPipe, stdin: int, stdout: int) -> None:
         self._wake = wake
         self._stdin = stdin
         self._stdout = stdout
-        self._frames = Frames()
+        self._frames = FrameReader()
         self._out = bytearray()
-        self._hello: Hello | None = None
+        self._hello: AgentHello | None = None
         self._address = ""
-        self._listener: handshake.Listener | None = None
-        self._guardian: Guardian | None = None
+        self._listener: handshake.AuthenticatedListener | None = None
+        self._guardian: Reaper | None = None
         self._scratch = ""
         self._forks: ForkServer | None = None
-        self._waiting: list[Start] = []  # for the fork server
-        self._processes: dict[Seat, Process] = {}
+        self._waiting: list[StartProcess] = []  # for the fork server
+        self._processes: dict[Seat, ForkedProcess] = {}
         self._ended_at: dict[Seat, float] = {}
         self._heard_at = time.monotonic()
         self._beat_at = 0.0
@@ -162,7 +162,7 @@ class Agent:
         if now >= self._beat_at:
             self._beat_at = now + BEAT_S
             if not self._out:  # what waits to be taken would say the same
-                self.send(Beat())
+                self.send(Heartbeat())
         if self._hello is not None and now - self._heard_at > SILENCE_S:
             self._why_end = "silence"
 
@@ -218,7 +218,7 @@ class Agent:
     # -- what it is told ---------------------------------------------------------------------------------------------
 
     def _obey(self, message: FromLauncher) -> None:
-        if isinstance(message, Hello):
+        if isinstance(message, AgentHello):
             self._hello = message
             facts = self._facts(message)
             self.send(facts)
@@ -226,23 +226,23 @@ class Agent:
                 self._open_forks(message)
         elif self._hello is None:
             raise HoraError("the first word was no greeting")
-        elif isinstance(message, Route):
+        elif isinstance(message, RouteRequest):
             self.send(self._route(message))
-        elif isinstance(message, Probe):
+        elif isinstance(message, ProbeRequest):
             self.send(self._probe(message))
-        elif isinstance(message, Start):
+        elif isinstance(message, StartProcess):
             self._waiting.append(message)
-        elif isinstance(message, Signal):
+        elif isinstance(message, SignalProcess):
             self._signal(message)
-        elif isinstance(message, Hold):
+        elif isinstance(message, HoldOutput):
             self._held = message.on
-        elif isinstance(message, End):
+        elif isinstance(message, EndAgent):
             self._why_end = TOLD
 
-    def _facts(self, hello: Hello) -> Facts:
+    def _facts(self, hello: AgentHello) -> HostFacts:
         os.environ.update(hello.env)
         client, _, server, _ = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[:4]
-        return Facts(
+        return HostFacts(
             hostname=socket.gethostname(),
             python=platform.python_version(),
             torch=_version("torch"),
@@ -257,7 +257,7 @@ class Agent:
         )
 
     @staticmethod
-    def _obstacle(hello: Hello) -> str:
+    def _obstacle(hello: AgentHello) -> str:
         if hello.protocol != PROTOCOL:
             return f"its Hora speaks protocol {PROTOCOL}, the launcher's {hello.protocol}; install the same version"
         try:
@@ -273,7 +273,7 @@ class Agent:
             return f"there is no script {hello.command} in {hello.cwd} there; copy it, or share the folder"
         return ""
 
-    def _route(self, route: Route) -> Routed:
+    def _route(self, route: RouteRequest) -> RouteReply:
         """The coordinator is reached, by a handshake, and a port is opened at which others can try to reach us."""
         assert self._hello is not None
         address = ""
@@ -286,12 +286,12 @@ class Agent:
             why = str(problem)
             if not isinstance(problem, ValueError) and f"{route.host}:" not in why:
                 why = f"no way to {route.host}:{route.port}: {why}"
-            return Routed(address, problem=why)
+            return RouteReply(address, problem=why)
         self._address = address
-        self._listener = handshake.Listener(listening, self._hello.token, PROBE, lambda sock: sock.close())
-        return Routed(address, interface.name_of(address), listening.getsockname()[1])
+        self._listener = handshake.AuthenticatedListener(listening, self._hello.token, PROBE, lambda sock: sock.close())
+        return RouteReply(address, interface.name_of(address), listening.getsockname()[1])
 
-    def _probe(self, probe: Probe) -> Probed:
+    def _probe(self, probe: ProbeRequest) -> ProbeReply:
         assert self._hello is not None
         token = self._hello.token
 
@@ -305,15 +305,15 @@ class Agent:
 
         with concurrent.futures.ThreadPoolExecutor(max(1, min(32, len(probe.peers)))) as crew:
             found = list(crew.map(reach, [(peer.host, peer.port) for peer in probe.peers]))
-        return Probed([problem for problem, _ in found], [seconds for _, seconds in found])
+        return ProbeReply([problem for problem, _ in found], [seconds for _, seconds in found])
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
-    def _open_forks(self, hello: Hello) -> None:
+    def _open_forks(self, hello: AgentHello) -> None:
         """What all processes here have in common; torch is imported while the hosts still look for each other."""
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // hello.processes)))
         os.environ.update({**OF_INTERPRETER, "HORA_HOST": hello.host})
-        self._guardian = Guardian(hello.mark)
+        self._guardian = Reaper(hello.mark)
         self._scratch = tempfile.mkdtemp(prefix="hora-")
         self._guardian.file(self._scratch)
         self._forks = ForkServer(
@@ -329,16 +329,16 @@ class Agent:
             for line in forks.complaints():
                 print(line, file=sys.stderr, flush=True)
 
-    def _signal(self, message: Signal) -> None:
+    def _signal(self, message: SignalProcess) -> None:
         seat = (message.role, message.rank)
         process = self._processes.get(seat)
         if process is not None:
             process.signal(message.number, group=message.group)
         elif waiting := [start for start in self._waiting if (start.role, start.rank) == seat]:
             self._waiting.remove(waiting[0])
-            self.send(Ended(*seat, -message.number))
+            self.send(ProcessEnded(*seat, -message.number))
 
-    def _start(self, forks: ForkServer, start: Start) -> None:
+    def _start(self, forks: ForkServer, start: StartProcess) -> None:
         assert self._hello is not None and self._guardian is not None
         if self._listener is not None:
             self._listener.close()
@@ -350,14 +350,14 @@ class Agent:
         if start.trace:
             env["HORA_TRACE"] = os.path.join(self._scratch, TRACE)
         try:
-            outlets = Outlet(self, seat, 1), Outlet(self, seat, 2)
+            outlets = AgentOutput(self, seat, 1), AgentOutput(self, seat, 2)
             process = forks.start([sys.executable, *start.argv], env, self._hello.token, *outlets)
         except OSError as problem:
-            self.send(Started(*seat, 0, problem.strerror or str(problem)))
+            self.send(ProcessStarted(*seat, 0, problem.strerror or str(problem)))
             return
         self._guardian.group(process.pid)
         self._processes[seat] = process
-        self.send(Started(*seat, process.pid))
+        self.send(ProcessStarted(*seat, process.pid))
         self._write()  # many starts may take long, and silence would be misunderstood
 
     def _judge(self, now: float) -> None:
@@ -375,7 +375,7 @@ class Agent:
                 assert process.returncode is not None
                 for fd in list(process.pipes):
                     process.close_pipe(fd)
-                self.send(Ended(*seat, process.returncode, process.peak_bytes))
+                self.send(ProcessEnded(*seat, process.returncode, process.peak_bytes))
                 del self._ended_at[seat], self._processes[seat]
 
     def _end(self) -> None:
@@ -395,7 +395,7 @@ class Agent:
             self._forks.close()
         if self._why_end == TOLD:
             self._give_files()
-            self.send(Bye())
+            self.send(AgentBye())
             self._flush()
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -408,7 +408,7 @@ class Agent:
             for path in sorted(folder.iterdir()):
                 with contextlib.suppress(OSError), path.open("rb") as file:
                     while self._why_end == TOLD and (data := file.read(FILE_BYTES)):
-                        self.send(File(path.name, data))
+                        self.send(TraceFilePiece(path.name, data))
                         self._flush()
 
     def _flush(self) -> None:
@@ -437,7 +437,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    with Wake() as wake:
+    with SignalPipe() as wake:
         Agent(wake, stdin, stdout).live()
 
 

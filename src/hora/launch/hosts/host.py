@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Sequence
 
-from hora import interface
+from hora.net import interface
 
 MAX_SLOTS = 1024
 _ITEM = re.compile(r"(?P<target>\[[^\]]+\]|[^\s:,\[\]]+)(?::(?P<slots>[^\s:,]+))?")
@@ -16,7 +16,7 @@ _TARGET = re.compile(r"[A-Za-z0-9_.@%:-]+")  # and no leading dash, which ssh wo
 
 
 @dataclasses.dataclass(frozen=True)
-class Host:
+class HostSpec:
     """`target` is what ssh is given, `user@name` or a name; `slots` how many ranks it takes, None where not said."""
 
     target: str
@@ -40,12 +40,12 @@ class Host:
         return False
 
 
-def parse(text: str) -> tuple[Host, ...]:
+def parse(text: str) -> tuple[HostSpec, ...]:
     """`a:2,b:2`, `a,user@b`, `[fe80::1]:2`. ValueError says what is wrong."""
     return _checked([_item(item.strip(), "--hosts") for item in text.split(",") if item.strip()], "--hosts")
 
 
-def read_file(path: str) -> tuple[Host, ...]:
+def read_file(path: str) -> tuple[HostSpec, ...]:
     """One host per line: `a`, `a:2` or `a slots=2`; empty lines and what follows a # do not count."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -65,21 +65,21 @@ def read_file(path: str) -> tuple[Host, ...]:
     return _checked(hosts, f"--hostfile {path}")
 
 
-def _item(text: str, where: str) -> Host:
+def _item(text: str, where: str) -> HostSpec:
     match = _ITEM.fullmatch(text)
     target = match["target"].strip("[]") if match else ""
     if match is None or not _TARGET.fullmatch(target) or target.startswith("-"):
         raise ValueError(f"{where}: {text!r} is no host; e.g. a:2, user@b, [fe80::1]:2")
     if match["slots"] is None:
-        return Host(target)
+        return HostSpec(target)
     if not match["slots"].isdecimal() or not 1 <= int(match["slots"]) <= MAX_SLOTS:
         raise ValueError(
             f"{where}: host {target!r} takes a number of ranks from 1 to {MAX_SLOTS}, not {match['slots']!r}"
         )
-    return Host(target, int(match["slots"]))
+    return HostSpec(target, int(match["slots"]))
 
 
-def _checked(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
+def _checked(hosts: Sequence[HostSpec], where: str) -> tuple[HostSpec, ...]:
     if not hosts:
         raise ValueError(f"{where} names no host; e.g. --hosts a:2,b:2")
     names = [host.name for host in hosts]
@@ -89,7 +89,7 @@ def _checked(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def deal(hosts: Sequence[Host], size: int | None) -> tuple[tuple[Host, ...], int]:
+def deal(hosts: Sequence[HostSpec], size: int | None) -> tuple[tuple[HostSpec, ...], int]:
     """The hosts with their slots settled, and the number of ranks; hosts that get none are left out.
 
     Where slots are said, ranks fill them in order. Where none is, `size` ranks are spread evenly, without it one each.

@@ -19,15 +19,15 @@ import time
 from collections import Counter
 from typing import Any
 
-from hora import handshake
 from hora.coordinator.client import dial
+from hora.net import handshake
 
 from ..config import RunConfig
-from ..identity import Seat
-from ..wake import STOPPING, Wake
-from .site import Site
-from .sites import Stopped
-from .spread import Opening
+from ..process_set import Seat
+from ..signal_pipe import STOPPING, SignalPipe
+from .host_set import SignalReceived
+from .multi_host import OpenedHosts
+from .remote_host import RemoteHost
 from .ssh import AGENT
 
 PURPOSE = "agent"
@@ -36,7 +36,7 @@ MEET_S = 60.0
 NUMBER = struct.Struct("<I")
 
 
-class Post:
+class AgentActor:
     """The actor: holds its bundle's CPUs and GPUs for as long as its agent lives."""
 
     def where(self) -> tuple[str, str]:
@@ -53,7 +53,7 @@ class Post:
         return subprocess.call([sys.executable, "-m", AGENT], stdin=line, stdout=line, start_new_session=True)
 
 
-def by_ray(config: RunConfig, wake: Wake, undo: contextlib.ExitStack) -> Opening:
+def by_ray(config: RunConfig, wake: SignalPipe, undo: contextlib.ExitStack) -> OpenedHosts:
     """A site for each seat, wherever Ray has put it. ValueError if the cluster has no room for all."""
     try:
         import ray
@@ -74,7 +74,7 @@ def by_ray(config: RunConfig, wake: Wake, undo: contextlib.ExitStack) -> Opening
     token = handshake.new_token()
     lines: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
     listening = socket.create_server((road, 0), backlog=128)
-    listener = handshake.Listener(listening, token, PURPOSE, lines.put)
+    listener = handshake.AuthenticatedListener(listening, token, PURPOSE, lines.put)
     undo.callback(listener.close)
     address = (road, listening.getsockname()[1])
     running = [post.serve.remote(number, address, token) for number, post in enumerate(posts)]
@@ -82,7 +82,7 @@ def by_ray(config: RunConfig, wake: Wake, undo: contextlib.ExitStack) -> Opening
     for site, (_, node) in zip(sites, places, strict=True):
         site.machine = node
         site.road = road
-    return Opening(sites, [[seat] for seat in seats], lambda site: site.lost or "its agent does not answer")
+    return OpenedHosts(sites, [[seat] for seat in seats], lambda site: site.lost or "its agent does not answer")
 
 
 def _enter(ray: Any, num_seats: int) -> None:
@@ -106,13 +106,13 @@ def _enter(ray: Any, num_seats: int) -> None:
             cpus = max(num_seats, os.cpu_count() or 1)
             ray.init(num_cpus=cpus, _node_ip_address="127.0.0.1", runtime_env=here, **quiet)
     except KeyboardInterrupt:
-        raise Stopped(signal.SIGINT) from None
+        raise SignalReceived(signal.SIGINT) from None
     finally:
         for number, handler in before.items():  # Ray puts a SIGTERM of its own there
             signal.signal(number, handler)
 
 
-def _reserve(ray: Any, config: RunConfig, seats: list[Seat], wake: Wake) -> Any:
+def _reserve(ray: Any, config: RunConfig, seats: list[Seat], wake: SignalPipe) -> Any:
     """A placement group with room for all seats; GPUs for workers, as many as asked for, or one if there are enough."""
     there = ray.cluster_resources()
     gpus = config.gpus if config.gpus is not None else float(there.get("GPU", 0) >= config.size)
@@ -140,10 +140,10 @@ def _post(ray: Any, group: Any, number: int, bundle: dict[str, float]) -> Any:
         placement_group=group, placement_group_bundle_index=number
     )
     options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
-    return ray.remote(Post).options(max_restarts=0, **options).remote()
+    return ray.remote(AgentActor).options(max_restarts=0, **options).remote()
 
 
-def _get(ray: Any, waiting: list[Any], wake: Wake, sorry: str) -> list[Any]:
+def _get(ray: Any, waiting: list[Any], wake: SignalPipe, sorry: str) -> list[Any]:
     """All results. ValueError with `sorry` if they take too long; Stopped if a signal comes first."""
     deadline = time.monotonic() + PLACE_S
     while True:
@@ -158,15 +158,15 @@ def _get(ray: Any, waiting: list[Any], wake: Wake, sorry: str) -> list[Any]:
             raise ValueError(f"{sorry} ({len(done)} of {len(waiting)} after {PLACE_S:g} s)")
 
 
-def _check(wake: Wake) -> None:
+def _check(wake: SignalPipe) -> None:
     for number in wake.read():
         if number in STOPPING:
-            raise Stopped(number)
+            raise SignalReceived(number)
 
 
 def _meet(
-    ray: Any, lines: queue.SimpleQueue[socket.socket], running: list[Any], names: list[str], wake: Wake
-) -> list[Site]:
+    ray: Any, lines: queue.SimpleQueue[socket.socket], running: list[Any], names: list[str], wake: SignalPipe
+) -> list[RemoteHost]:
     """The agents' lines, as sites in the order of their seats."""
     found: dict[int, socket.socket] = {}
     deadline = time.monotonic() + MEET_S
@@ -189,7 +189,7 @@ def _meet(
     return [_site(names[number], found[number]) for number in range(len(running))]
 
 
-def _site(name: str, sock: socket.socket) -> Site:
+def _site(name: str, sock: socket.socket) -> RemoteHost:
     back, there = os.dup(sock.fileno()), os.dup(sock.fileno())
 
     def end(patience_s: float) -> None:
@@ -197,7 +197,7 @@ def _site(name: str, sock: socket.socket) -> Site:
             sock.shutdown(socket.SHUT_RDWR)
         sock.close()
 
-    return Site(name, back, there, -1, end)
+    return RemoteHost(name, back, there, -1, end)
 
 
 def _names(places: list[tuple[str, str]]) -> list[str]:

@@ -13,15 +13,15 @@ import shutil
 import subprocess
 import sys
 
-from .host import Host
-from .site import Site
+from .host import HostSpec
+from .remote_host import RemoteHost
 
 CONNECT_S = 10
 OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}")
 AGENT = "hora.launch.hosts.agent"
 
 
-def open_site(host: Host, ssh: str, python: str | None) -> Site:
+def open_site(host: HostSpec, ssh: str, python: str | None) -> RemoteHost:
     """Starts the agent there, or here if the host is this machine; does not wait for it. ValueError without an ssh."""
     command = [python or sys.executable, "-m", AGENT]
     path = os.pathsep.join(os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part)
@@ -37,7 +37,7 @@ def open_site(host: Host, ssh: str, python: str | None) -> Site:
     return _popen(host, [*words, *OPTIONS, host.target, shlex.join(remote)], dict(os.environ))
 
 
-def _popen(host: Host, argv: list[str], env: dict[str, str]) -> Site:
+def _popen(host: HostSpec, argv: list[str], env: dict[str, str]) -> RemoteHost:
     """In a session of its own: a Ctrl-C is ours to hear and to pass on."""
     try:
         process = subprocess.Popen(
@@ -63,10 +63,10 @@ def _popen(host: Host, argv: list[str], env: dict[str, str]) -> Site:
             process.kill()
             process.wait()
 
-    return Site(host.name, back, there, about, end)
+    return RemoteHost(host.name, back, there, about, end)
 
 
-def explain(host: Host, complaints: list[str], python: str, ssh: str) -> str:
+def explain(host: HostSpec, complaints: list[str], python: str, ssh: str) -> str:
     """Why no agent answered, from what ssh or the shell there said, and the way out."""
     said = " ".join(complaints)
     last = complaints[-1] if complaints else ""

@@ -1,0 +1,33 @@
+"""Serving: the page on a listening socket, until a signal or until somebody says that it is enough."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Collection, Mapping
+
+from ..http import signals
+from ..http.guard import names_of
+from ..http.server import HttpServer
+from .app import make_app
+from .runs import StoredRuns
+
+
+def serve(
+    listener: socket.socket,
+    *,
+    home: str,
+    others: Mapping[str, str] | None = None,
+    host_names: Collection[str] = (),
+    until: Callable[[], bool] = lambda: False,
+) -> None:
+    """Show the runs in `home`, and `others` by name and directory, in the main thread; closes the listener."""
+    hosts = [*names_of(listener.getsockname()[0]), *host_names]
+    app = make_app(StoredRuns(home, others), allowed_hosts=hosts)
+    server = HttpServer(app, listener=listener)
+    with signals.noted() as asked:
+
+        def is_over() -> bool:
+            app.state.feeds.is_closing = bool(asked) or until()
+            return bool(app.state.feeds.is_closing)
+
+        server.run(is_over)

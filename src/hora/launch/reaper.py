@@ -1,0 +1,213 @@
+"""Guardian: a tiny process that ends a run whose launcher is gone, however it went.
+
+It is started before the first rank, as a file of its own, so that it needs the standard library only and is up in
+milliseconds. It holds the read end of a pipe whose write end only the launcher has; the kernel closes that end when
+the launcher dies, even by SIGKILL. Lines on the pipe:
+
+    group PGID      a rank was started; it leads this process group
+    forget PGID     that group is empty and reaped; its number may soon belong to someone else
+    file HEX        a file or folder (its path's bytes in hex) to be removed
+    done            the launcher has cleaned up by itself
+
+The end of the pipe without `done` ends the groups, then every process of this run that made a group of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import subprocess
+
+SWEEP_S = 1.5
+
+
+def sweep(run: str, *, spare: int = 0, limit_s: float = SWEEP_S) -> int:
+    """SIGKILLs every process of this user that carries HORA_RUN=`run`, except this one and `spare`; returns how many.
+
+    Passes over /proc until two in a row find nobody, since a process may be just about to start another; ends after
+    `limit_s` in any case. Without /proc (not Linux) it finds nobody. Thread-safe.
+    """
+    deadline = time.monotonic() + limit_s
+    num_killed = num_quiet = 0
+    while num_quiet < 2:
+        ended = _kill_all(run, spare)
+        num_killed += len(ended)
+        num_quiet = 0 if ended else num_quiet + 1
+        for pidfd in ended:
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            os.close(pidfd)
+        if time.monotonic() >= deadline:
+            break
+    return num_killed
+
+
+def _kill_all(run: str, spare: int) -> list[int]:
+    """One pass; returns a pidfd for each process that was killed."""
+    mark = b"HORA_RUN=" + run.encode()
+    pidfds = []
+    for pid in _own_processes():
+        if pid in (os.getpid(), spare) or not _has(pid, mark):
+            continue
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            continue
+        # The number may have gone to another process since it was looked at; from here on the pidfd holds it.
+        if _has(pid, mark):
+            try:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                pidfds.append(pidfd)
+                continue
+            except OSError:
+                pass
+        os.close(pidfd)
+    return pidfds
+
+
+def _own_processes() -> list[int]:
+    uid = os.getuid()
+    pids = []
+    try:
+        with os.scandir("/proc") as entries:
+            for entry in entries:
+                try:
+                    if entry.name.isdigit() and entry.stat().st_uid == uid:
+                        pids.append(int(entry.name))
+                except OSError:
+                    continue
+    except OSError:
+        pass
+    return pids
+
+
+def _has(pid: int, mark: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return mark in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+class Reaper:
+    """The launcher's end. One caller at a time; nothing here blocks but `done`, which is bounded.
+
+    `replace` starts another in the place of one that died and tells it everything the old one knew. Where writing to
+    it fails the run goes on.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._groups: set[int] = set()
+        self._files: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self.replaced = False
+        self._start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def group(self, pgid: int) -> None:
+        self._groups.add(pgid)
+        self._tell(f"group {pgid}")
+
+    def forget(self, pgid: int) -> None:
+        self._groups.discard(pgid)
+        self._tell(f"forget {pgid}")
+
+    def file(self, path: str) -> None:
+        self._files.append(path)
+        self._tell(f"file {os.fsencode(path).hex()}")
+
+    def replace(self) -> None:
+        self.replaced = True
+        self._close()
+        self._start()
+        for pgid in self._groups:
+            self._tell(f"group {pgid}")
+        for path in self._files:
+            self._tell(f"file {os.fsencode(path).hex()}")
+
+    def done(self) -> None:
+        """The run is over and cleaned up: sends the guardian home and waits for it, a second at most."""
+        self._tell("done")
+        self._close()
+
+    def _start(self) -> None:
+        import subprocess
+
+        # Without HORA_*: a launcher that runs inside a rank of another run must not have its guardian swept away.
+        env = {key: value for key, value in os.environ.items() if not key.startswith("HORA_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", os.path.abspath(__file__), self._run],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env=env,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def _tell(self, line: str) -> None:
+        if self._process is None or self._process.stdin is None or self._process.stdin.closed:
+            return
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(f"{line}\n".encode())
+
+    def _close(self) -> None:
+        import subprocess
+
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _watch(run: str) -> None:
+    """The guardian's life: listens until the pipe ends, then acts if it must."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    files: list[bytes] = []
+    for line in sys.stdin.buffer:
+        verb, _, rest = line.rstrip(b"\n").partition(b" ")
+        if not line.endswith(b"\n"):
+            break
+        if verb == b"group":
+            groups.add(int(rest))
+        elif verb == b"forget":
+            groups.discard(int(rest))
+        elif verb == b"file":
+            files.append(bytes.fromhex(rest.decode()))
+        elif verb == b"done":
+            return
+    for pgid in groups:
+        with contextlib.suppress(OSError):
+            os.killpg(pgid, signal.SIGKILL)
+    sweep(run)
+    for path in files:
+        with contextlib.suppress(OSError):
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.unlink(path)
+
+
+if __name__ == "__main__":
+    _watch(sys.argv[1])

@@ -1,0 +1,76 @@
+"""Now: a run at one moment, as the panel, the page and the metrics show it. Rates are of the last few seconds."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class WorkerStatus(msgspec.Struct, kw_only=True):
+    rank: int
+    name: str  # as in "rank 3 (host a, pid 411)"
+    state: str = "alive"  # alive, left, died, stopped with the run
+    step: int = 0
+    compute_s: float = 0.0  # per step, without communication
+    wait_s: float = 0.0  # per step, for slower workers
+    comm_s: float = 0.0  # per step, that the training thread did or waited for, beyond wait_s
+    samples_per_s: float = 0.0
+    sent_bytes_per_s: float = 0.0
+    peers: dict[int, float] = {}  # bytes per second to each rank
+    rounds: int | None = None
+    local_steps: int = 0
+    lag: float | None = None
+    slow: float = 0.0  # how many times the others' compute_s its own is, while it is a straggler; else 0
+
+
+class ServerStatus(msgspec.Struct, kw_only=True):
+    number: int
+    state: str = "alive"
+    load_bytes: int = 0
+    updates: int = 0
+    updates_per_s: float = 0.0
+    busy: float = 0.0  # 0 to 1
+    queue: int = 0
+    bytes_in_per_s: float = 0.0
+    bytes_out_per_s: float = 0.0
+    lags: dict[int, int] = {}
+
+
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """`kind`: joined, left, died, slow, even (keeps up again), checkpoint, restore, skipped, stop, serving, end."""
+
+    number: int  # 1, 2, … in the order in which they were heard
+    at: float  # seconds since the run began
+    step: int
+    kind: str
+    who: str
+    text: str
+
+
+class RunStatus(msgspec.Struct, kw_only=True):
+    run: str = ""
+    strategy: str = ""
+    algorithm: str = ""  # what `auto` has chosen
+    size: int = 0
+    state: str = "starting"  # starting, running, ended
+    waiting: str = ""  # while it starts: for what
+    seconds: float = 0.0  # since the run began
+    step: int = 0
+    epoch: int | None = None
+    epochs: int | None = None
+    progress: float | None = None
+    eta_s: float | None = None
+    samples: int = 0
+    samples_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    bytes_per_step: float = 0.0  # of one worker, over the whole run
+    hidden: float | None = None  # share of communication that computation hid, over the whole run
+    values: dict[str, float] = {}  # the newest of what was logged
+    workers: list[WorkerStatus] = []
+    servers: list[ServerStatus] = []
+    lags: dict[int, int] = {}  # of all servers: how many updates had this lag
+    rounds: int | None = None
+    checkpoints: int = 0
+    skipped: int = 0
+    slowest: str = ""  # the worker whose compute per step was longest over the whole run, if by 5 % or more
+    serving: str = ""  # the predictor's address, http://host:port, while it answers
+    lost_reports: int = 0

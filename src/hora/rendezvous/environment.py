@@ -1,0 +1,265 @@
+"""Who am I in the run: the only place that reads the environment.
+
+The environment says rank, size, role and where to meet; it never overrides an argument. Launchers are asked in this
+order, since the inner one knows better: Hora's own, torchrun, mpirun, a Slurm step; without any of them: a world of
+one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import socket
+from collections.abc import Mapping
+
+from ..serve.config import ServeConfig
+
+COLOCATED = "colocated"  # servers that live in the workers' processes
+PID = "HORA_PID"  # set once a process has taken its rank: children inherit it and must not take the rank again
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessIdentity:
+    """What the launcher said. `job` names the launch, so that its processes can find each other on one host.
+
+    `rank` counts within the role; `size` is how many workers the run began with, so that of one that `joined` later may
+    lie beyond it. `servers` is how many server processes there are, None where nobody said; `colocated`: they live in
+    the workers' processes. `local_rank` and `local_size` are the launcher's own count: under a launcher that knows no
+    servers these are among its ranks, `num_processes` in all. `host` is the machine as the user calls it. `bind` is the
+    address to listen on and `interface` the one to find it on, both empty where nobody said.
+    """
+
+    launcher: str = "alone"  # hora, torchrun, mpirun, slurm, alone
+    role: str = "worker"
+    rank: int = 0
+    size: int = 1
+    num_processes: int = 1
+    servers: int | None = None
+    colocated: bool = False
+    joined: bool = False
+    local_rank: int = 0
+    local_size: int = 1
+    job: str = ""
+    address: str = ""
+    strategy: str | None = None
+    timeout_s: float | None = None
+    max_steps: int | None = None
+    host: str = dataclasses.field(default_factory=socket.gethostname)
+    bind: str = ""
+    interface: str = ""
+    rate_bytes_per_s: float | None = None  # what a rank may send, where links are to be like slower ones
+    token_fd: int | None = None
+    token_file: str = ""
+    scratch: str = ""
+    history: str = ""  # a folder for what servers did, for those who check them
+    trace: str = ""  # a folder for this process's spans
+    watched: bool = False  # somebody wants reports
+    progress: str = "plain"  # what rank 0 prints of it: plain lines; else nothing
+    serve: ServeConfig | None = None  # the run has a predictor; or, alone, this process is one, of a checkpoint
+
+    @property
+    def one_host(self) -> bool:
+        return self.local_size == self.num_processes
+
+    @property
+    def hosts_coordinator(self) -> bool:
+        """Whether the coordinator lives in this process: in rank 0's, where the launcher is not Hora's own."""
+        return self.launcher != "hora" and self.role == "worker" and self.rank == 0
+
+    @property
+    def name(self) -> str:
+        return f"{'rank' if self.role == 'worker' else self.role} {self.rank}"
+
+
+def read(environ: Mapping[str, str] | None = None) -> ProcessIdentity:
+    """The identity that the environment gives this process; ValueError says which variable is wrong."""
+    env = os.environ if environ is None else environ
+    if _serves_checkpoint(env):  # `hora serve`, whatever launcher its shell belongs to
+        return _with_settings(ProcessIdentity(role="predictor"), env)
+    for look in (_hora, _torchrun, _mpirun, _slurm):
+        found = look(env)
+        if found is not None:
+            identity = _with_settings(found, env)
+            _check_rank(identity)
+            return identity if identity.launcher == "hora" else _seated(identity)
+    return _with_settings(ProcessIdentity(), env)
+
+
+def _serves_checkpoint(env: Mapping[str, str]) -> bool:
+    return bool(env.get("HORA_SERVE")) and bool(ServeConfig.parse(env["HORA_SERVE"]).checkpoint)
+
+
+def _check_rank(identity: ProcessIdentity) -> None:
+    """Workers count against the size, except those that joined later; servers against the servers."""
+    role = "rank" if identity.role == "worker" else identity.role
+    count: int | None = identity.size
+    if identity.role == "predictor":
+        count = 1
+    elif identity.role == "server":
+        count = identity.servers
+        if count is None:
+            raise ValueError("HORA_ROLE is server, but HORA_SERVERS does not say how many servers there are")
+    elif identity.joined:
+        count = None
+    if identity.rank < 0 or (count is not None and identity.rank >= count):
+        among = "" if count is None else f" of {count}"
+        raise ValueError(f"{identity.launcher} gave {role} {identity.rank}{among}; {role}s count from 0")
+
+
+def _seated(identity: ProcessIdentity) -> ProcessIdentity:
+    """The last ranks of a launcher that knows no servers are the servers, as many as the user wants."""
+    servers, total = identity.servers or 0, identity.num_processes
+    if servers >= total:
+        raise ValueError(
+            f"HORA_SERVERS={servers} of {total} rank{'s' if total > 1 else ''} leaves no worker: let "
+            f"{identity.launcher} start more, or use HORA_SERVERS={COLOCATED}"
+        )
+    workers = total - servers
+    if identity.rank < workers:
+        return dataclasses.replace(identity, size=workers)
+    return dataclasses.replace(identity, role="server", rank=identity.rank - workers, size=workers)
+
+
+def owner_of_rank(environ: Mapping[str, str] | None = None) -> int | None:
+    """The process that has taken this environment's rank already, if any."""
+    text = (os.environ if environ is None else environ).get(PID, "")
+    return int(text) if text.isdigit() else None
+
+
+def take_rank() -> None:
+    """From now on children of this process are recognised as such."""
+    os.environ[PID] = str(os.getpid())
+
+
+def _hora(env: Mapping[str, str]) -> ProcessIdentity | None:
+    if "HORA_RANK" not in env:
+        return None
+    size = _int(env, "HORA_SIZE")
+    return ProcessIdentity(
+        launcher="hora",
+        role=env.get("HORA_ROLE", "worker"),
+        rank=_int(env, "HORA_RANK"),
+        size=size,
+        num_processes=size,
+        joined=env.get("HORA_JOINED", "") == "1",
+        local_rank=_int(env, "HORA_LOCAL_RANK", 0),
+        local_size=_int(env, "HORA_LOCAL_SIZE", size),
+        job=env.get("HORA_RUN", ""),
+        address=env.get("HORA_CONTROL", ""),
+        scratch=env.get("HORA_SCRATCH", ""),
+        token_fd=_int(env, "HORA_TOKEN_FD") if "HORA_TOKEN_FD" in env else None,
+    )
+
+
+def _torchrun(env: Mapping[str, str]) -> ProcessIdentity | None:
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
+        raise ValueError("RANK and WORLD_SIZE are set but not MASTER_ADDR and MASTER_PORT: where do the ranks meet?")
+    size = _int(env, "WORLD_SIZE")
+    near = size if env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1") else 0  # set by hand, without the local size
+    return ProcessIdentity(
+        launcher="torchrun",
+        rank=_int(env, "RANK"),
+        size=size,
+        num_processes=size,
+        local_rank=_int(env, "LOCAL_RANK", 0),
+        local_size=_int(env, "LOCAL_WORLD_SIZE", near),
+        job=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        address=f"{env['MASTER_ADDR']}:{_int(env, 'MASTER_PORT')}",
+    )
+
+
+def _mpirun(env: Mapping[str, str]) -> ProcessIdentity | None:
+    if "OMPI_COMM_WORLD_RANK" not in env or "OMPI_COMM_WORLD_SIZE" not in env:
+        return None
+    size = _int(env, "OMPI_COMM_WORLD_SIZE")
+    return ProcessIdentity(
+        launcher="mpirun",
+        rank=_int(env, "OMPI_COMM_WORLD_RANK"),
+        size=size,
+        num_processes=size,
+        local_rank=_int(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
+        local_size=_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size),
+        job="mpi-" + env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", str(os.getppid()))),
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> ProcessIdentity | None:
+    # Inside a step only: the shell of salloc and the script of sbatch know the job's tasks but are none of them.
+    if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env or "SLURM_STEP_NUM_TASKS" not in env:
+        return None
+    size = _int(env, "SLURM_STEP_NUM_TASKS")
+    nodes = _int(env, "SLURM_STEP_NUM_NODES", 1)
+    return ProcessIdentity(
+        launcher="slurm",
+        rank=_int(env, "SLURM_PROCID"),
+        size=size,
+        num_processes=size,
+        local_rank=_int(env, "SLURM_LOCALID", 0),
+        local_size=size if nodes == 1 else 0,
+        job=f"slurm-{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}",
+        address=env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "")),
+    )
+
+
+def _with_settings(identity: ProcessIdentity, env: Mapping[str, str]) -> ProcessIdentity:
+    """Adds what a user may set beside any launcher."""
+    servers, colocated = _servers(env, identity.launcher)
+    return dataclasses.replace(
+        identity,
+        servers=servers,
+        colocated=colocated,
+        strategy=env.get("HORA_STRATEGY"),
+        timeout_s=_positive(env, "HORA_TIMEOUT_S", "seconds"),
+        rate_bytes_per_s=_positive(env, "HORA_RATE_BYTES_PER_S", "bytes per second"),
+        max_steps=_int(env, "HORA_MAX_STEPS") if "HORA_MAX_STEPS" in env else None,
+        host=env.get("HORA_HOST") or identity.host,
+        bind=env.get("HORA_BIND", ""),
+        interface=env.get("HORA_INTERFACE", ""),
+        token_file=env.get("HORA_TOKEN_FILE", ""),
+        history=env.get("HORA_HISTORY", ""),
+        trace=env.get("HORA_TRACE", ""),
+        watched=env.get("HORA_WATCH") == "1" and identity.launcher == "hora",
+        progress=env.get("HORA_PROGRESS", "plain"),
+        serve=ServeConfig.parse(env["HORA_SERVE"]) if env.get("HORA_SERVE") else None,
+    )
+
+
+def _servers(env: Mapping[str, str], launcher: str) -> tuple[int | None, bool]:
+    """How many server processes there are (None: not told), and whether the workers are the servers too."""
+    text = env.get("HORA_SERVERS")
+    if text is None or text == COLOCATED:
+        return None, text == COLOCATED
+    if launcher == "alone":
+        raise ValueError(f"HORA_SERVERS={text}: without a launcher use HORA_SERVERS={COLOCATED}")
+    servers = int(text) if text.isdecimal() else 0
+    if servers < 1:
+        raise ValueError(f"HORA_SERVERS takes a number of servers, 1 or more, or {COLOCATED}, not {text!r}")
+    return servers, False
+
+
+def _positive(env: Mapping[str, str], name: str, unit: str) -> float | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} takes a number of {unit}, not {text!r}")
+    return value
+
+
+def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            raise ValueError(f"{name} is not set, though its launcher's other variables are")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} takes a whole number, not {text!r}") from None

@@ -1,0 +1,400 @@
+"""Couriers: how a bucket's gradients get around. Both take buckets in order; the mean is there after `finish`.
+
+- `Mail`: through registered memory on one host. With as many workers as cores the training thread itself does what is
+  to be done, as soon as its peers have come: there is nobody else to do it. With cores to spare a thread does.
+- `Calls`: by the group's collectives, on the group's thread, while the training thread computes.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import contextlib
+import dataclasses
+import math
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...collectives.group import Group
+from ...collectives.handles import CollectiveHandle
+from ...collectives.mailbox import SharedReduction, VectorLayout
+from ...compression.compressor import Compressor
+from ...compression.exchange import CompressedSum
+from ...compression.powersgd import Matrix
+from ...monitor import spans
+from ...monitor.spans import COMMUNICATION, TRAINING
+from ...parameters.buckets import Bucket
+from ..sync import CommStats
+
+Culprits = list[tuple[int, int]]  # (rank, parameter)
+
+MAX_COPIES = 4  # of buckets that must be copied together: what is under way at a time, whatever the model's size
+
+
+class TaskThread:
+    """A thread that does one thing after the other: `work(item)` for each, and `rest()` whenever there is none left."""
+
+    def __init__(self, work: Callable[[Any], None], rest: Callable[[], None]) -> None:
+        self._work = work
+        self._rest = rest
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._num_open = 0
+        self._news = threading.Condition()
+        self._error: BaseException | None = None
+        self._seconds = 0.0
+        threading.Thread(target=self._run, name="hora-errand", daemon=True).start()
+
+    def give(self, item: Any) -> None:
+        with self._news:
+            self._num_open += 1
+        self._items.put(item)
+
+    def wait(self) -> float:
+        """Blocks until all is done, raises what went wrong; the seconds it took since the last time."""
+        with self._news:
+            self._news.wait_for(lambda: not self._num_open)
+            seconds, self._seconds = self._seconds, 0.0
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return seconds
+
+    def close(self) -> None:
+        self._items.put(self)
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not self:
+            begin = time.perf_counter()
+            try:
+                if self._error is None:
+                    self._work(item)
+                    if self._items.empty():
+                        self._rest()
+            except BaseException as error:
+                self._error = error
+            del item  # its gradients must not stay until the next one comes
+            with self._news:
+                self._seconds += time.perf_counter() - begin
+                self._num_open -= 1
+                self._news.notify_all()
+
+
+class Reducer(abc.ABC):
+    """`views` are the flat gradients of a bucket's segments; the mean lands in them, in place.
+
+    With `keep` every worker gets all of it, without only its own segments.
+    """
+
+    def __init__(self, group: Group, buckets: Sequence[Bucket], keep: bool, traffic: CommStats) -> None:
+        self.group = group
+        self.buckets = buckets
+        self.keep = keep
+        self.traffic = traffic
+
+    @abc.abstractmethod
+    def open(self) -> None:
+        """A new exchange begins."""
+
+    @abc.abstractmethod
+    def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
+        """`scale` is what this worker's gradient counts in the sum."""
+
+    @abc.abstractmethod
+    def finish(self) -> None: ...
+
+    @abc.abstractmethod
+    def culprits(self) -> Culprits:
+        """Whose gradient of which parameter was not finite, as far as this worker can tell; after `finish`."""
+
+    @abc.abstractmethod
+    def shown(self, peer: int) -> int:
+        """How many bytes a peer has read of what this worker laid out for it; those that were sent do not count."""
+
+    def compress(self, wire: Compressor, matrices: Callable[[Bucket], Sequence[Matrix]]) -> None:
+        """From now on gradients cross between hosts by this wire; `matrices` are those in a bucket."""
+
+    def settle(self, counts: bool) -> None:
+        """The step that the last exchange was for is taken, or it is not: then no debts of the wire were paid."""
+
+    def forget(self) -> None:
+        """What the wire still owes is given up."""
+
+    def close(self) -> None:
+        """There will be no exchange any more."""
+
+    def _launched(self, bucket: Bucket, begin: float) -> None:
+        """The training thread's part of a bucket's journey, for the trace."""
+        spans.add(TRAINING, "launch", spans.since(begin), bucket=bucket.number)
+
+    def _arrived(self, bucket: Bucket, begin: float, end: float, work_s: float) -> None:
+        """Its whole journey; `work_s` is how long somebody beside the training thread was at it."""
+        num_bytes, work_us = bucket.numel * bucket.dtype.itemsize, round(work_s * 1e6, 1)
+        spans.add(
+            COMMUNICATION, f"bucket {bucket.number}", spans.since(begin), spans.since(end),
+            bucket=bucket.number, bytes=num_bytes, work_us=work_us,
+        )  # fmt: skip
+
+
+class SharedMemoryReducer(Reducer):
+    def __init__(
+        self, group: Group, buckets: Sequence[Bucket], keep: bool, traffic: CommStats, *, errand: bool = False
+    ) -> None:
+        """`errand`: a thread of its own does the work; for a machine with cores to spare."""
+        super().__init__(group, buckets, keep, traffic)
+        forms = [
+            VectorLayout(
+                bucket.dtype, bucket.numel, tuple((s.owner, s.offset, s.stop - s.start) for s in bucket.segments)
+            )
+            for bucket in buckets
+        ]
+        self._mailbox = SharedReduction(group, forms, keep)
+        # Buckets for another set of parameters carry another stamp, so ranks that train different ones are told apart.
+        self._text = f"the gradients of a backward, in buckets {zlib.crc32(repr(buckets).encode()):08x}"
+        self._errand = TaskThread(self._deliver, self._mailbox.finish) if errand else None
+        me = group.rank
+        self._bytes = [
+            bucket.dtype.itemsize * sum(s.stop - s.start for s in bucket.segments if keep or s.owner != me)
+            for bucket in buckets
+        ]
+        self._owned = [[0] * group.size for _ in buckets]  # bytes, by bucket and owner
+        for bucket, owned in zip(buckets, self._owned, strict=True):
+            for s in bucket.segments:
+                owned[s.owner] += bucket.dtype.itemsize * (s.stop - s.start)
+        self._num_launches = [0] * len(buckets)
+        self._times: dict[int, list[float]] = {}  # by bucket: when it was launched, and posted
+        if spans.on:
+            self._mailbox.done = self._note_done
+            self._mailbox.waited = self._note_wait if self._errand is None else None
+
+    def open(self) -> None:
+        self.group.announce(self._text)
+        self.group.transport.background = self._errand is not None
+
+    def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
+        begin = time.perf_counter()
+        self.traffic.sent_bytes += self._bytes[bucket.number]
+        self._num_launches[bucket.number] += 1
+        if spans.on:
+            self._times[bucket.number] = [begin]
+        if self._errand is not None:
+            self._errand.give((bucket, views, scale))
+        else:
+            with self.group.part():
+                self._deliver((bucket, views, scale))
+                self._mailbox.advance()
+            self.traffic.spend(begin)
+        if spans.on:
+            self._launched(bucket, begin)
+
+    def finish(self) -> None:
+        begin = time.perf_counter()
+        with self.group.part(), self.group.waits:
+            if self._errand is not None:
+                self.traffic.comm_s += self._errand.wait()
+                self.group.transport.background = False
+            else:
+                self._mailbox.finish()
+                self.traffic.comm_s += time.perf_counter() - begin
+        self.traffic.exposed_s += time.perf_counter() - begin
+        if spans.on:
+            name = "exchange" if self._errand is None else "waiting"
+            spans.add(TRAINING, name, spans.since(begin), what="gradients")
+
+    def shown(self, peer: int) -> int:
+        """Its lanes of my vectors, and, where all want the whole, mine of the result."""
+        me = self.group.rank
+        return sum(
+            count * (owned[peer] + self.keep * owned[me])
+            for count, owned in zip(self._num_launches, self._owned, strict=True)
+        )
+
+    def culprits(self) -> Culprits:
+        found = []
+        for number, lane in self._mailbox.suspects():
+            for rank in self._mailbox.culprits(number, lane):
+                found.append((rank, self.buckets[number].segments[lane].index))
+        return found
+
+    def close(self) -> None:
+        if self._errand is not None:
+            self._errand.close()
+
+    def _deliver(self, item: tuple[Bucket, Sequence[torch.Tensor], float]) -> None:
+        bucket, views, scale = item
+        if spans.on and bucket.number in self._times:
+            self._times[bucket.number].append(time.perf_counter())
+        self._mailbox.post(bucket.number, views, scale)
+
+    def _note_done(self, number: int) -> None:
+        if spans.on and len(times := self._times.pop(number, [])) == 2:
+            now = time.perf_counter()
+            self._arrived(self.buckets[number], times[0], now, now - times[1] if self._errand is not None else 0.0)
+
+    @staticmethod
+    def _note_wait(begin: float, end: float) -> None:
+        if spans.on:
+            spans.add(TRAINING, "waiting", spans.since(begin), spans.since(end), what="gradients")
+
+
+@dataclasses.dataclass(slots=True)
+class InFlightBucket:
+    """A bucket under way; `copy` is what it was copied together in, if it was."""
+
+    bucket: Bucket
+    views: Sequence[torch.Tensor]
+    handle: CollectiveHandle
+    launched: float
+    copy: torch.Tensor | None
+
+
+class CollectiveReducer(Reducer):
+    """A bucket that is no stretch of one gradient is copied together first; there are few copies, used in turn.
+
+    Who is that many ahead of the network has nothing to win by being further ahead: it waits for the oldest.
+    """
+
+    def __init__(
+        self, group: Group, buckets: Sequence[Bucket], keep: bool, traffic: CommStats, algorithm: str, overlap: bool
+    ) -> None:
+        super().__init__(group, buckets, keep, traffic)
+        self._algorithm = algorithm
+        self._overlap = overlap
+        self._copies: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}  # that nobody uses
+        self._under_way: collections.deque[InFlightBucket] = collections.deque()
+        self._found: Culprits = []
+        self._wire: Compressor | None = None
+        self._between: dict[int, CompressedSum | None] = {}  # by bucket
+
+    def compress(self, wire: Compressor, matrices: Callable[[Bucket], Sequence[Matrix]]) -> None:
+        self._wire = wire
+        for bucket in self.buckets:
+            self._between[bucket.number] = wire.exchange(bucket.number, bucket.numel, matrices(bucket))
+
+    def settle(self, counts: bool) -> None:
+        if self._wire is not None:
+            self._wire.settle(counts)
+
+    def forget(self) -> None:
+        if self._wire is not None:
+            self._wire.forget()
+
+    def close(self) -> None:
+        """The group remembers its calls, and with them the exchanges: what they owe need not stay."""
+        self.forget()
+
+    def open(self) -> None:
+        self._found = []
+        self._sent = sum(self.group.sent_bytes)
+
+    def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
+        copied = not (bucket.contiguous and self.keep)
+        if copied:
+            while sum(journey.copy is not None for journey in self._under_way) >= MAX_COPIES:
+                self._land()
+        begin = time.perf_counter()
+        n = self.group.size
+        copy = self._copy(bucket, views) if copied else None
+        flat = views[0] if copy is None else copy[: bucket.numel]
+        self._inspect(bucket, flat, views)  # now: the sum will take its place
+        operation = "mean"
+        if bucket.dtype is torch.float16:  # its sum may be too large where its mean is not
+            operation = "sum"
+            flat.mul_(scale)
+        elif scale * n != 1.0:
+            flat.mul_(scale * n)
+        name = f"bucket {bucket.number}"
+        if self.keep:
+            between = self._between.get(bucket.number)
+            handle = self.group.all_reduce(flat, operation, self._algorithm, name, wait=False, between=between)
+        else:
+            handle = self.group.reduce_scatter(flat.view(n, -1), operation, name, wait=False, overwrite=True)
+        self._under_way.append(InFlightBucket(bucket, views, handle, begin, copy))
+        self.traffic.spend(begin)
+        if spans.on:
+            self._launched(bucket, begin)
+        if not self._overlap:
+            self._wait(handle)
+
+    def finish(self) -> None:
+        started = spans.clock() if spans.on else 0
+        while self._under_way:
+            self._land()
+        self.traffic.sent_bytes += sum(self.group.sent_bytes) - self._sent
+        if spans.on:
+            spans.add(TRAINING, "exchange", started, what="gradients")
+
+    def shown(self, peer: int) -> int:
+        return 0
+
+    def culprits(self) -> Culprits:
+        return self._found
+
+    def _copy(self, bucket: Bucket, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The bucket at the head of a vector that is large enough for any of its kind."""
+        kind = (bucket.dtype, bucket.device)
+        spare = self._copies.setdefault(kind, [])
+        if not spare:
+            alike = [other for other in self.buckets if (other.dtype, other.device) == kind]
+            most = max(other.numel for other in alike if not (other.contiguous and self.keep))
+            spare.append(torch.empty(most, dtype=bucket.dtype, device=bucket.device))
+        copy = spare.pop()
+        for start, stop in bucket.gaps:
+            copy[start:stop].zero_()  # what lay there from before must not overflow
+        for segment, view in zip(bucket.segments, views, strict=True):
+            copy[segment.offset : segment.offset + segment.stop - segment.start].copy_(view)
+        return copy
+
+    def _land(self) -> None:
+        """Waits for the oldest and puts the mean where it belongs. Who is interrupted here may call again."""
+        journey = self._under_way[0]
+        bucket, handle = journey.bucket, journey.handle
+        try:
+            result = self._wait(handle)
+        except Exception:
+            self._give_up()
+            raise
+        self.traffic.comm_s += handle.seconds
+        if spans.on:
+            self._arrived(bucket, journey.launched, handle.ended, handle.seconds)
+        if journey.copy is None:
+            self._under_way.popleft()
+            return
+        begin = time.perf_counter()
+        base = 0 if self.keep else self.group.rank * bucket.stride
+        flat = result.view(-1)
+        for segment, view in zip(bucket.segments, journey.views, strict=True):
+            if self.keep or segment.owner == self.group.rank:
+                at = segment.offset - base
+                view.copy_(flat[at : at + segment.stop - segment.start])
+        self._under_way.popleft()
+        self._copies[bucket.dtype, bucket.device].append(journey.copy)
+        self.traffic.spend(begin)
+
+    def _give_up(self) -> None:
+        """One has failed, and all that follow will: what went wrong is told once."""
+        while self._under_way:
+            with contextlib.suppress(Exception):
+                self._under_way.popleft().handle.wait()
+
+    def _wait(self, handle: CollectiveHandle) -> Any:
+        begin = time.perf_counter()
+        blocks = spans.on and not handle.done
+        with self.group.waits:
+            result = handle.wait()
+        self.traffic.exposed_s += time.perf_counter() - begin
+        if blocks:
+            spans.add(TRAINING, "waiting", spans.since(begin), what="gradients")
+        return result
+
+    def _inspect(self, bucket: Bucket, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        total = flat.sum(dtype=torch.float32 if flat.element_size() < 4 else None)
+        if not math.isfinite(total.item()):
+            for segment, view in zip(bucket.segments, views, strict=True):
+                if not bool(torch.isfinite(view).all()):
+                    self._found.append((self.group.rank, segment.index))

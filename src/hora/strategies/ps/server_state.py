@@ -1,0 +1,83 @@
+"""Archive: the servers' blocks and optimizer state as a checkpoint holds them, whole and by name; and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...parameters import optimizer_state
+from ...parameters.registry import ParameterRegistry
+from ...parameters.shards import flatten, is_dense
+from ...server.client import ServerClient
+from ...server.embedding_table import join, split
+from ...server.layout import ServerPart
+from ...server.shelf import pack, unpack
+
+
+class ServerStateArchive:
+    """Each server tells all of its blocks at once: they are of one moment."""
+
+    def __init__(self, roster: ParameterRegistry, client: ServerClient) -> None:
+        self.roster = roster
+        self._client = client
+
+    def fetch(self, parameters: dict[str, torch.Tensor]) -> optimizer_state.OptimizerStates:
+        """The optimizers' state; the parameters of the same moment go into `parameters`."""
+        found: optimizer_state.OptimizerStates = [{} for _ in self.roster.optimizers]
+        told = [unpack(self._client.ask(link.number, "state")) for link in self._client.links]
+        for link, theirs in zip(self._client.links, told, strict=True):
+            self._assemble(link.part, theirs, parameters, found)
+        self._join_tables(told, found)
+        return found
+
+    def _assemble(
+        self,
+        part: ServerPart,
+        told: list[dict[str, Any]],
+        parameters: dict[str, torch.Tensor],
+        found: optimizer_state.OptimizerStates,
+    ) -> None:
+        """What one server told of its blocks, into its places."""
+        values, *kept = told
+        tables = {parcel.blocks[0].index for parcel in part.parcels if parcel.table is not None}
+        for block in part.blocks:
+            if block.index in tables:
+                continue
+            name, parameter = self.roster.names[block.index], self.roster.parameters[block.index]
+            value = values[str(block.number)]
+            if is_dense(parameter):
+                flatten(parameters[name])[block.start : block.stop].copy_(value.reshape(-1))
+            else:
+                parameters[name].copy_(value.view(parameter.shape))
+            for number, by_block in enumerate(kept):
+                if str(block.number) in by_block:
+                    whole = found[number].setdefault(name, {})
+                    optimizer_state.put(whole, by_block[str(block.number)], parameter, block.start, block.stop)
+
+    def _join_tables(self, told: list[list[dict[str, Any]]], found: optimizer_state.OptimizerStates) -> None:
+        """What all servers told of the tables that only they have."""
+        parts: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        for link, (_, *kept) in zip(self._client.links, told, strict=True):
+            for parcel in link.part.parcels:
+                if parcel.table is not None:
+                    mine = kept[parcel.optimizer][str(parcel.blocks[0].number)]
+                    parts.setdefault((parcel.optimizer, parcel.table.index), []).append(mine)
+        for (optimizer, index), theirs in parts.items():
+            found[optimizer][self.roster.names[index]] = join(theirs)
+
+    def put(self, kept: optimizer_state.OptimizerStates) -> None:
+        """Every server gets what it keeps of these."""
+        for link in self._client.links:
+            blocks: list[dict[str, Any]] = [{} for _ in kept]
+            for parcel in link.part.parcels:
+                for block in parcel.blocks:
+                    state = kept[parcel.optimizer].get(self.roster.names[block.index])
+                    if state is not None and parcel.table is not None:
+                        mine = split(state, link.number, len(self._client.links))
+                        blocks[parcel.optimizer][str(block.number)] = mine
+                    elif state is not None:
+                        parameter = self.roster.parameters[block.index]
+                        cut = optimizer_state.cut(state, parameter, block.start, block.stop)
+                        blocks[parcel.optimizer][str(block.number)] = cut
+            self._client.load(link.number, pack(blocks))
