@@ -1,8 +1,9 @@
 """`hora bench quality`: what it costs in quality when workers meet only now and then, in the same number of samples.
 
-Every run goes through the real launcher, and its workers are hora_benchmarks.bench.quality_rank: handwritten digits and a
-small character-level GPT, under the ring and under Local SGD and DiLoCo, from the same seeds, in the same order of samples.
-Each row has the learning rate that a sweep (as `--sweep`, with seeds that are used nowhere else) found best for it.
+Every run goes through the real launcher, and its workers are hora_benchmarks.bench.quality_rank: handwritten digits and
+a small character-level GPT, under the ring and under Local SGD and DiLoCo, from the same seeds, in the same order of
+samples. Each row has the learning rate that a sweep (as `--sweep`, with seeds that are used nowhere else) found best
+for it.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def print_steps(rows: list[Row], title: str) -> None:
 def print_overheads(rows: list[Row]) -> None:
     """What each pays per step over processes that never talk, from the medians of this run, beside the targets.
 
-    Hora keeps freed memory (hora.parameters.allocator), which is a gain of its own: over plain processes that keep theirs
-    too stands     what is left without it.
+    Hora keeps freed memory (hora.parameters.allocator), which is a gain of its own: over plain processes that keep
+    theirs too stands what is left without it.
     """
     named = {row["name"]: row for row in rows}
     ddp = _overhead(named, "ddp/gloo")

@@ -1,7 +1,8 @@
 """`hora demo`: the handwritten digits, learnt by one worker and then by several under every strategy, side by side.
 
 Every run goes through the real launcher; its workers are this module, `python -m hora.cli.demo RESULT EPOCHS SLOWNESS`.
-The global batch is the same everywhere, so that all runs that step together must end with the same model, up to rounding.
+The global batch is the same everywhere, so that all runs that step together must end with the same model, up to
+rounding.
 """
 
 from __future__ import annotations
