@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from hora.cli import main
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from hora_benchmarks.bench import hosts, hosts_mpi, hosts_table, hosts_turns, limits, links
 from hora_benchmarks.bench.ps_crew import Crew
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import pytest
 
 from hora.cli import main
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from hora_benchmarks.bench import links, local, local_table
 from hora_benchmarks.bench.models import WORKLOADS
 

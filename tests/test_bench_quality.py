@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hora.cli import main
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from hora_benchmarks.bench import quality, quality_rank
 
 

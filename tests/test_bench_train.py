@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hora.cli import main
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from hora_benchmarks.bench import train, train_table
 from hora_benchmarks.bench.models import WORKLOADS
 from hora_benchmarks.bench.train_conductor import Conductor, Contestant

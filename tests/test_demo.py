@@ -13,7 +13,7 @@ import time
 import pytest
 
 from hora.cli import demo
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from hora.strategies import KNOWN
 
 pytestmark = pytest.mark.usefixtures("forkserver")

@@ -84,7 +84,7 @@ def test_the_ranks_of_an_indexed_job_meet_at_its_first_pod(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_every_variable_of_ours_is_one_that_is_read(path: Path) -> None:
-    code = (ROOT / "src" / "hora" / "launch" / "environment.py").read_text()
+    code = (ROOT / "src" / "hora" / "rendezvous" / "environment.py").read_text()
     names = [entry["name"] for document in documents(path) for each in containers(document) for entry in each["env"]]
     assert names
     for name in names:

@@ -13,7 +13,7 @@ import hora.explain
 from hora.cli import main
 from hora.explain.asynchronous import MAX_WORKERS, MIN_WORKERS, even_paces, number, uneven_paces, updates_until_near
 from hora.explain.race import RaceEvent, WorkerPace, race
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from hora.server.state import Rules
 
 explain = functools.cache(functools.partial(hora.explain.explain, hora.explain.ASYNC))

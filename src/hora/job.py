@@ -25,7 +25,6 @@ from .collectives.group import Group
 from .coordinator import CoordinatorClient, CoordinatorEvent, LocalHub, Member
 from .data import DataService, LedgerView, Shard, shard
 from .errors import HoraError, PeerLost
-from .launch.exit_codes import ECHO_EXIT, SCRIPT_FAILED
 from .launch.forkserver import interpreter
 from .monitor import spans
 from .monitor.values import Histogram, checked
@@ -34,9 +33,10 @@ from .parameters.registry import ParameterRegistry
 from .rendezvous import environment
 from .rendezvous.environment import ProcessIdentity
 from .rendezvous.rendezvous import Rendezvous, rendezvous
+from .runs.exit_codes import ECHO_EXIT, SCRIPT_FAILED
 from .server.access import RunContext
 from .strategies import PS, Auto, Engine, LocalSGD, Strategy
-from .strategies.sync import CommStats
+from .strategies.common.sync import CommStats
 from .training import Training, checkpointing, several
 from .training.progress import Progress
 from .training.recorder import Recorder

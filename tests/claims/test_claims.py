@@ -8,8 +8,8 @@ import pathlib
 import pytest
 from click.testing import CliRunner, Result
 
-from hora.launch import exit_codes
 from hora.launch.launched import launched
+from hora.runs import exit_codes
 from hora_benchmarks.claims import catalogue, page, record
 from hora_benchmarks.claims.claim import MAX_TEXT, Claim, Row, Table, Verdict, spread
 from hora_benchmarks.claims.cli import claims

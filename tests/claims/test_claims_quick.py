@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from hora_benchmarks.bench import links
 from hora_benchmarks.claims import record
 from hora_benchmarks.claims.claim import Row

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 
 from .conftest import Make
 from .machines import Machines, Run

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 
 from .conftest import endings
 from .machines import SCRIPTS

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import hora
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 
 from .conftest import Make
 from .machines import REPOSITORY, SCRIPTS, Machines, Run

@@ -13,7 +13,7 @@ import pytest
 import torch
 from started import SALLOC, Started
 
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from launching import Launcher
 
 pytestmark = pytest.mark.timeout(240)  # several processes import torch on whatever cores there are

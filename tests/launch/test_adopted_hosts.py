@@ -14,7 +14,7 @@ import torch
 from started import Started
 from test_adopted import needs_mpirun, one_process, parameters  # noqa: F401  # a fixture
 
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from hora_benchmarks.bench import links
 
 OBSTACLE = links.obstacle()

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from hora.launch import exit_codes
 from hora.net.machine import num_cores
+from hora.runs import exit_codes
 from launching import Launcher
 
 SLOW_END = """

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from hora.cli import main, options
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from launching import SCRIPTS, Launcher
 
 RUN = ["run", "-n", "2"]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hora.errors import HoraError
+from hora.http.serve_config import ServeConfig
 from hora.rendezvous import environment
 from hora.rendezvous.environment import ProcessIdentity, read
 from hora.rendezvous.rendezvous import first_host, read_token_file, rendezvous
-from hora.serve.config import ServeConfig
 
 HORA = {"HORA_RANK": "1", "HORA_SIZE": "2", "HORA_CONTROL": "127.0.0.1:5", "HORA_TOKEN_FD": "7", "HORA_RUN": "r"}
 TORCHRUN = {

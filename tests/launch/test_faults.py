@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from launching import Launcher, read_until, without_advice
 
 LINKS = ["auto", "tcp", "engine"]

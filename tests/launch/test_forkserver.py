@@ -15,10 +15,10 @@ import time
 
 import pytest
 
-from hora.launch import exit_codes
 from hora.launch.forkserver import interpreter
 from hora.launch.forkserver.client import ForkServer
 from hora.launch.forkserver.messages import MAX_DESCRIPTORS, ForkReply, ProcessExit, ServerReady, frame
+from hora.runs import exit_codes
 from launching import ALONE, SCRIPTS, Launcher, read_until
 
 ENDINGS = ("raise", "exit", "words", "none", "interrupt", "kill", "hook", "chain", "syntax", "late")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from launching import Launcher
 
 SYNCHRONOUS = ("shared", "ring:update=sharded", "ps", "local:every=4", "diloco:every=4")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from launching import SCRIPTS, Launcher, read_until
 
 

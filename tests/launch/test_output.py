@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from hora.terminal.screen import IDLE_S, REDRAW_S, TRACEBACK_S, RankStream, Sink, StreamLog, as_shown
 from hora.terminal.tracebacks import TracebackAction, TracebackFold, exception_of, last_traceback, shorten
 from launching import SCRIPTS, Launcher

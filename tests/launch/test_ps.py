@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 from launching import SCRIPTS, Launcher, read_until
 
 pytestmark = pytest.mark.timeout(240)  # several processes import torch on whatever cores there are

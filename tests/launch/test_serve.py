@@ -18,7 +18,8 @@ from predictions import LIMIT_S, Run, ask, running
 
 from hora import checkpoint
 from hora.cli.main import main
-from hora.launch import exit_codes, outcome
+from hora.launch import outcome
+from hora.runs import exit_codes
 from launching import Launcher
 
 # Several processes import torch on whatever cores there are.

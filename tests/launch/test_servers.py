@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from hora.cli import main
-from hora.launch import exit_codes, servers
+from hora.launch import servers
 from hora.launch.servers import ServerCosts
 from hora.rendezvous.environment import read
+from hora.runs import exit_codes
 from launching import SCRIPTS, Launcher, read_until
 
 PS = ("--strategy", "ps:mode=async")

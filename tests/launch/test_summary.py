@@ -12,8 +12,8 @@ import pytest
 from hora.monitor.run_state import RunState
 from hora.runs import run_directory
 from hora.runs.run_directory import RunDirectory
+from hora.runs.summary import sentences, single_speed
 from hora.terminal import format
-from hora.terminal.summary import sentences, single_speed
 
 TOLD: dict[str, Any] = {
     "samples": 10272, "seconds": 12.3, "samples_per_s": 840.0, "steps": 1284, "bytes_per_step": 4.2e6, "hidden": 0.83,

@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from hora.launch import exit_codes
-from hora.runs import database
+from hora.runs import database, exit_codes
 from launching import Launcher
 
 pytestmark = pytest.mark.timeout(120)

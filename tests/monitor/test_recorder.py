@@ -15,7 +15,7 @@ from hora.errors import HoraError
 from hora.monitor import messages
 from hora.monitor.messages import MAX_NAMES, MAX_ROWS, WorkerReport
 from hora.monitor.values import checked
-from hora.strategies.sync import CommStats
+from hora.strategies.common.sync import CommStats
 from hora.training.recorder import Recorder
 
 

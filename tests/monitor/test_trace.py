@@ -11,8 +11,8 @@ import tracemalloc
 from typing import Any
 
 import pytest
-import spanfiles
 
+import spanfiles
 from hora.monitor import trace
 from hora.monitor.trace import TraceThreads
 

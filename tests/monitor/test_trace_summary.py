@@ -7,9 +7,9 @@ import pathlib
 from typing import Any
 
 import pytest
-import spanfiles
 from click.testing import CliRunner
 
+import spanfiles
 from hora.cli.trace import trace as command
 from hora.monitor import trace, trace_summary
 from hora.monitor.trace_summary import Intervals, common

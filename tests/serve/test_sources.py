@@ -11,10 +11,10 @@ import torch
 
 from hora.coordinator import CoordinatorEvent, LocalHub, Member
 from hora.errors import HoraError, OutOfMemory
+from hora.http.serve_config import ServeConfig, address_of, batch_of, every_of
 from hora.net.fd_passing import FdPassing
 from hora.parameters.registry import ParameterRegistry
 from hora.serve import publisher as publishing
-from hora.serve.config import ServeConfig, address_of, batch_of, every_of
 from hora.serve.inference_protocol import Signature
 from hora.serve.predictor import LiveWorkers
 from hora.serve.publisher import Publisher, SnapshotOffer, note_signature
@@ -29,7 +29,7 @@ from hora.server.messages import BeginStep, Push
 from hora.server.shelf import Shelf
 from hora.server.state import Rules, ServerState
 from hora.strategies import parse
-from hora.strategies.sync import Sync
+from hora.strategies.common.sync import Sync
 
 
 class Model(torch.nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from hora.cli.options import ByteSizes, PositiveInt
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 
 
 @click.group()

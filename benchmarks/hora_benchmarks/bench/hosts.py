@@ -19,9 +19,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 from hora import strategies
-from hora.launch import exit_codes
 from hora.launch.launched import ending_on_signals
 from hora.net.machine import num_cores
+from hora.runs import exit_codes
 from hora.terminal import bench_table
 from hora.terminal.bench_table import Row
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hora import strategies
-from hora.launch import exit_codes
 from hora.launch.launched import ending_on_signals
+from hora.runs import exit_codes
 from hora.strategies.local.config import RoundStrategy
 from hora.terminal import bench_table
 from hora.terminal.bench_table import Row

@@ -22,8 +22,8 @@ import time
 import urllib.request
 from typing import Any
 
-from hora.launch import exit_codes
 from hora.launch.launched import ending_on_signals
+from hora.runs import exit_codes
 
 from .train_conductor import LEAVE_S, Answer, Conductor, Contestant
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hora.job import Job
+from hora.net.tensor_bytes import tensor_bytes
 from hora.transport.engine import TorchBackend
-from hora.transport.tcp import memory_of
 
 Call = Callable[[torch.Tensor], Any]
 
@@ -42,7 +42,7 @@ def mpi() -> Call | None:
         place = (tensor.data_ptr(), tensor.numel())
         spec = views.get(place)
         if spec is None:
-            spec = views[place] = [memory_of(tensor), kind]
+            spec = views[place] = [tensor_bytes(tensor), kind]
         comm.Allreduce(in_place, spec, total)
 
     return call

@@ -13,8 +13,8 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from hora.launch import exit_codes
 from hora.launch.launched import ending_on_signals
+from hora.runs import exit_codes
 from hora.terminal import bench_table
 from hora.terminal.bench_table import Row
 

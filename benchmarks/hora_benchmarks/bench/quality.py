@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hora.launch import exit_codes
 from hora.launch.launched import ending_on_signals, launched
+from hora.runs import exit_codes
 from hora.strategies import parse
 from hora.strategies.local.config import DiLoCo
 

@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional as F
 
 from hora.datasets import digits
-from hora.launch import exit_codes
 from hora.parameters import hyperparameters
+from hora.runs import exit_codes
 from hora.server.block_memory import BlockMemory
 from hora.server.layout import cut
 from hora.server.messages import BeginStep, Push

@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from hora.launch import exit_codes
 from hora.launch.launched import ending_on_signals
 from hora.net.machine import num_cores
+from hora.runs import exit_codes
 
 from .train_conductor import LEAVE_S, Answer, Conductor, Contestant
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hora.launch import exit_codes
+from hora.runs import exit_codes
 
 if TYPE_CHECKING:
     from .claim import Claim

@@ -6,7 +6,7 @@ import os
 
 import click
 
-from ..dashboard import PORT
+from ..http.listening import DASHBOARD_PORT
 
 _HELP = """Show all runs in the browser, live and past: curves, workers, events, comparisons; Prometheus at /metrics.
 
@@ -24,10 +24,10 @@ it.
 @click.command(help=_HELP)
 @click.option(
     "--port",
-    metavar="[HOST:]PORT",
-    default=str(PORT),
+    metavar="[HOST:]DASHBOARD_PORT",
+    default=str(DASHBOARD_PORT),
     help=f"Where it listens, e.g. --port 9000, --port 0.0.0.0:9000; if it is taken, the next free one. Without it: "
-    f"{PORT} on 127.0.0.1.",
+    f"{DASHBOARD_PORT} on 127.0.0.1.",
 )
 @click.option(
     "--run-dir", "run_dirs", metavar="DIR", multiple=True,
@@ -41,8 +41,8 @@ it.
 def dashboard(port: str, run_dirs: tuple[str, ...], host_names: tuple[str, ...]) -> None:
     from ..dashboard.runs import StoredRuns, named
     from ..http.listening import listen_near
+    from ..http.serve_config import address_of
     from ..runs import run_directory
-    from ..serve.config import address_of
 
     try:
         host, wanted = address_of(port, "--port")

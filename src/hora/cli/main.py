@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..launch import exit_codes
+from ..runs import exit_codes
 from . import plugins
 from .bench import bench
 from .dashboard import dashboard
@@ -20,7 +20,7 @@ from .runs import compare, runs, show
 from .trace import trace
 
 if TYPE_CHECKING:
-    from hora.serve.config import ServeConfig
+    from hora.http.serve_config import ServeConfig
 
     from ..launch.hosts.host import HostSpec
 
@@ -428,7 +428,7 @@ def _serving(
     checkpoint: str = "",
 ) -> ServeConfig | None:
     """What the flags say of a predictor; None if there is none. ValueError for a flag that would do nothing."""
-    from hora.serve.config import ServeConfig, address_of, batch_of
+    from hora.http.serve_config import ServeConfig, address_of, batch_of
 
     given = {"from": source, "every": every, "after": after, "host": hosts, "batch": batch}
     if address is None:

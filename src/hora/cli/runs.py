@@ -8,7 +8,7 @@ import re
 
 import click
 
-from ..launch import exit_codes
+from ..runs import exit_codes
 from .options import PositiveInt
 
 SHOWN = 20

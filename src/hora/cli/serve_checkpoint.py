@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from hora.serve.config import ServeConfig
+from hora.http.serve_config import ServeConfig
 
 from ..launch.config import RunConfig
 from ..rendezvous.names import NAMES

@@ -17,8 +17,8 @@ from ..launch.joining import visit
 from ..runs import run_directory
 from ..runs.digest import digest, jsonable, reading
 from ..runs.run_directory import RunRecord
+from ..runs.summary import sentences, single_speed, taken
 from ..terminal.format import happening, harmless, size
-from ..terminal.summary import sentences, single_speed, taken
 
 EVENTS = 10
 

@@ -3,5 +3,3 @@
 browser  <── HTML, JavaScript, server-sent events ──  App  <── Feed (one poller a run) ──  the run's memory
                                                        └ Runs   which there are, and what is known of each
 """
-
-PORT = 8320  # where a run's page and `hora dashboard` are found, unless told otherwise

@@ -7,11 +7,11 @@ import stat
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..launch.config import NAME_PATTERN
 from ..runs import run_directory
 from ..runs.database import NAME as MEMORY
 from ..runs.json_file import MAX_BYTES, decoded, opened, read
 from ..runs.reader import RunReader
+from ..runs.run_directory import NAME_PATTERN
 
 MAX_RUNS = 500  # in the list: the newest
 

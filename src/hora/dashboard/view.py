@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ..launch import exit_codes
 from ..monitor.status import RunStatus
+from ..runs import exit_codes
 from ..runs.reader import RunReader
 from .runs import RunNotFound, StoredRun, StoredRuns
 

@@ -10,6 +10,8 @@ MAX_CONNECTIONS = 2048
 MAX_PORT = 65535
 NEXT = 100  # ports that are tried after one that is taken
 
+DASHBOARD_PORT = 8320  # of a run's dashboard and of `hora dashboard`, unless told otherwise
+
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes one that is free. ValueError if there can be none."""

@@ -11,16 +11,16 @@ import re
 import sys
 from collections.abc import Iterable
 
-from hora.serve.config import ServeConfig
+from hora.http.serve_config import ServeConfig
 from hora.strategies import KNOWN, Strategy
 
 from ..rendezvous.environment import COLOCATED
 from ..rendezvous.names import NAMES
+from ..runs.run_directory import NAME_PATTERN
 from .hosts.host import HostSpec
 
 MAX_RANKS = 1024  # processes of one run, servers included
 LOOPBACK = "127.0.0.1"
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ import contextlib
 import subprocess
 import sys
 
-from hora.dashboard import PORT
 from hora.http.listening import listen_near
+
+from ..http.listening import DASHBOARD_PORT
 
 HOST = "127.0.0.1"
 END_S = 1.5  # for the page to show the end to those who look
@@ -23,7 +24,7 @@ class DashboardSocket:
     """Bound from its making on; if its port is taken, to the next. ValueError where none can be had."""
 
     def __init__(self, port: int | None) -> None:
-        self._socket = listen_near(HOST, port if port is not None else PORT)
+        self._socket = listen_near(HOST, port if port is not None else DASHBOARD_PORT)
         self.port: int = self._socket.getsockname()[1]
         self.moved = bool(port) and self.port != port
         self._page: subprocess.Popen[bytes] | None = None

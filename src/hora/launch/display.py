@@ -152,7 +152,7 @@ class RunDisplay:
     def last_words(self, facts: dict[str, object]) -> list[str]:
         if self._config is None or self._config.progress == "off" or not self._summary:
             return []
-        from ..terminal import summary
+        from ..runs import summary
 
         return summary.sentences(self._summary, single=summary.single_speed(facts, summary.taken(self._summary)))
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from . import exit_codes
+from ..runs import exit_codes
 from .forkserver.client import shared
 
 LIMIT_S = 1800.0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def run(config: RunConfig) -> int:
-    """Runs `config` on this machine and returns the exit code, one of hora.launch.exit_codes. Main thread only; blocks.
+    """Runs `config` on this machine and returns the exit code, one of hora.runs.exit_codes. Main thread only; blocks.
 
     ValueError for what cannot be had here (an address, a directory for logs, a name in use), before any rank starts.
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from ..runs import exit_codes
 from ..terminal.screen import log_path, seat_name
 from ..terminal.tracebacks import shorten
-from . import exit_codes
 from .process import RunProcess, signal_name
 
 TRACEBACK_LINES = 30

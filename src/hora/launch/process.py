@@ -6,9 +6,9 @@ import abc
 import signal
 import socket
 
+from ..runs.exit_codes import ECHO_EXIT
 from ..terminal.screen import RankStream, seat_name
 from ..terminal.tracebacks import exception_of, last_traceback
-from .exit_codes import ECHO_EXIT
 from .forkserver.client import ForkedProcess
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import HoraError
-from ..transport.tcp import memory_of
+from .tensor_bytes import tensor_bytes
 
 HEADER = struct.Struct("<IQ")
 MAX_MESSAGE_BYTES = 64 << 20  # the description of a model of 100,000 parameters has a tenth of that
@@ -73,7 +73,7 @@ class MessageSocket:
         body = self._encode(message)
         data = memoryview(b"")
         if isinstance(payload, torch.Tensor):
-            data = memory_of(payload)
+            data = tensor_bytes(payload)
         elif payload is not None:
             data = memoryview(payload)
         self._out.append(memoryview(HEADER.pack(len(body), len(data)) + body))

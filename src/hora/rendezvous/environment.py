@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from ..serve.config import ServeConfig
+from ..http.serve_config import ServeConfig
 
 COLOCATED = "colocated"  # servers that live in the workers' processes
 PID = "HORA_PID"  # set once a process has taken its rank: children inherit it and must not take the rank again

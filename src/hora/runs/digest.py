@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..launch import exit_codes
-from ..terminal.summary import amount, values
-from . import run_directory
+from . import exit_codes, run_directory
 from .run_directory import RunRecord
+from .summary import amount, values
 
 if TYPE_CHECKING:
     from hora.runs.reader import RunReader

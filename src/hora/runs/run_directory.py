@@ -16,6 +16,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from typing import Any
 from .json_file import opened
 from .json_file import read as _read
 
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CONTROL = "control"
 MEMORY = "memory.sqlite"
 

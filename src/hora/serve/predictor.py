@@ -22,6 +22,7 @@ from ..coordinator import CoordinatorEvent, CoordinatorLine
 from ..errors import HoraError, Timeout
 from ..http import signals
 from ..http.guard import names_of
+from ..http.serve_config import ServeConfig
 from ..http.server import HttpServer
 from ..net.fd_passing import FdPassing
 from ..parameters.registry import ParameterRegistry
@@ -32,7 +33,6 @@ from ..server.host import layout_of
 from ..strategies.ps.config import PS
 from .app import make_app
 from .batcher import Batcher
-from .config import ServeConfig
 from .inference_protocol import Signature
 from .publisher import FETCH_S, SnapshotOffer
 from .snapshot_buffer import SnapshotBuffer

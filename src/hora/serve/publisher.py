@@ -20,10 +20,10 @@ import msgspec
 import torch
 
 from ..coordinator import CoordinatorEvent, CoordinatorLine
+from ..http.serve_config import ServeConfig, every_of
 from ..net.fd_passing import FdPassing
-from ..strategies.sync import Sync
+from ..strategies.common.sync import Sync
 from ..training.hooks import Hook
-from .config import ServeConfig, every_of
 from .inference_protocol import signature_of
 from .snapshot_buffer import SnapshotBuffer
 from .source import ParameterVersion

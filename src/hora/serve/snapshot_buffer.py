@@ -19,9 +19,9 @@ import msgspec
 import torch
 
 from ..errors import HoraError, Mismatch, OutOfMemory
+from ..net.tensor_bytes import tensor_bytes
 from ..parameters.shards import is_dense
 from ..server.block_memory import BlockMemory, words_bytes
-from ..transport.tcp import memory_of
 from .source import ParameterVersion
 
 NEWEST, LENGTH, SEEN, NOTE, STAMPS = 2, 3, 4, 5, 8  # places among the words; 0 and 1 are the slots' own
@@ -80,7 +80,7 @@ class SnapshotBuffer:
             raise
         memory.close()
         at = NOTE_BYTES + _aligned(memory.words[LENGTH])
-        theirs = msgspec.json.decode(memory_of(memory.data[NOTE_BYTES : NOTE_BYTES + memory.words[LENGTH]]))
+        theirs = msgspec.json.decode(tensor_bytes(memory.data[NOTE_BYTES : NOTE_BYTES + memory.words[LENGTH]]))
         _compare(entries, theirs)
         if at + 2 * _num_bytes([*parameters, *buffers.values()]) > memory.data.numel():
             raise HoraError("a worker shows less memory than its model has")
@@ -106,7 +106,7 @@ class SnapshotBuffer:
     @property
     def note(self) -> bytes:
         """What `sign` has left; nothing if nothing was."""
-        return bytes(memory_of(self._memory.data[: min(self._words[NOTE], NOTE_BYTES)]))
+        return bytes(tensor_bytes(self._memory.data[: min(self._words[NOTE], NOTE_BYTES)]))
 
     def publish(
         self, parameters: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], stamp: ParameterVersion

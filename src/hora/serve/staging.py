@@ -8,7 +8,7 @@ import torch
 
 from ..parameters.registry import ParameterRegistry
 from ..parameters.shards import flatten, is_dense
-from ..strategies.nonfinite import is_finite
+from ..strategies.common.nonfinite import is_finite
 
 
 class StagedParameters:

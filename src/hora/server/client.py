@@ -26,15 +26,16 @@ from ..monitor import spans
 from ..monitor.spans import COMMUNICATION, TRAINING
 from ..net.fd_passing import FdPassing
 from ..net.message_socket import ConnectionClosed, MessageSocket
+from ..net.tensor_bytes import tensor_bytes
 from ..transport.base import NOTICE_S, SLICE_S, SLOW_S
-from ..transport.tcp import memory_of, tune
+from ..transport.tcp import tune
 from . import messages
 from .block_memory import BlockMemory
 from .connection import ServerConnection
 from .host_aggregation import HostAggregation
 from .layout import BlockLayout, Chunk, ParameterBlock
 from .loop import PURPOSE, near_address
-from .messages import (  # fmt: skip
+from .messages import (
     Ack,
     BeginStep,
     BlobReply,
@@ -220,11 +221,11 @@ class ServerClient:
         if isinstance(message, ChunkReady) and not link.shared and 0 <= message.parcel < len(link.part.parcels):
             parcel = link.part.parcels[message.parcel]
             if num_bytes <= parcel.num_bytes:
-                return memory_of(link.parameters.data[parcel.at : parcel.at + num_bytes])
+                return tensor_bytes(link.parameters.data[parcel.at : parcel.at + num_bytes])
         if isinstance(message, RowsReply) and message.number in link.rooms:
             room = link.rooms[message.number]
             if num_bytes == room.numel() * room.element_size():
-                return memory_of(room)
+                return tensor_bytes(room)
         if isinstance(message, BlobReply):
             link.blob = bytearray(num_bytes)
             return memoryview(link.blob)

@@ -25,7 +25,7 @@ import torch
 
 from ..collectives.group import Group
 from ..errors import HoraError
-from ..transport.tcp import memory_of
+from ..net.tensor_bytes import tensor_bytes
 from .connection import ServerConnection
 from .layout import Chunk, ParameterBlock
 from .messages import ChunkReady
@@ -105,7 +105,7 @@ class HostAggregation:
         self._inner.broadcast(length, name="length of the servers' words")
         data = torch.frombuffer(bytearray(words or bytes(int(length))), dtype=torch.uint8)
         self._inner.broadcast(data, name="the servers' words")
-        return list(readies) if self.leads else _decode(bytes(memory_of(data)))
+        return list(readies) if self.leads else _decode(bytes(tensor_bytes(data)))
 
     def abort(self, cause: HoraError) -> None:
         """Ends every wait for mates. Thread-safe."""

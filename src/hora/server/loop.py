@@ -31,7 +31,7 @@ from ..transport.tcp import tune
 from . import messages
 from .block_memory import BlockMemory
 from .layout import BlockLayout
-from .messages import (  # fmt: skip
+from .messages import (
     Ack,
     BeginStep,
     BlobReply,

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ..errors import HoraError
-from ..transport.tcp import memory_of
+from ..net.tensor_bytes import tensor_bytes
 
 ROW_BYTES = 8  # of a row's number
 
 
 def to_bytes(rows: torch.Tensor) -> bytes:
-    return bytes(memory_of(rows.contiguous()))
+    return bytes(tensor_bytes(rows.contiguous()))
 
 
 def from_bytes(data: bytes) -> torch.Tensor:

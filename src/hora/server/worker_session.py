@@ -9,7 +9,7 @@ import torch
 from ..errors import HoraError
 from ..net.fd_passing import FdPassing
 from ..net.message_socket import MessageSocket
-from ..transport.tcp import memory_of
+from ..net.tensor_bytes import tensor_bytes
 from .block_memory import BlockMemory
 from .embedding_table import TableSpec
 from .layout import ServerPart
@@ -138,9 +138,9 @@ class WorkerSession:
             elif isinstance(message, Push) and message.wire:
                 if num_bytes == self._wire.num_bytes(parcel, message.wire):
                     self._came[message.parcel] = num_bytes
-                    return memory_of(self._memory.data[parcel.at : parcel.at + num_bytes])
+                    return tensor_bytes(self._memory.data[parcel.at : parcel.at + num_bytes])
             elif num_bytes <= parcel.num_bytes:
-                return memory_of(self._memory.data[parcel.at : parcel.at + num_bytes])
+                return tensor_bytes(self._memory.data[parcel.at : parcel.at + num_bytes])
         if isinstance(message, LoadState | PutBlob) and num_bytes <= self._most_blob_bytes:
             self.blob = bytearray(num_bytes)
             return memoryview(self.blob)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..parameters.registry import ParameterRegistry
-    from .sync import Sync
+    from .common.sync import Sync
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

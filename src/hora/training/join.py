@@ -22,7 +22,7 @@ import msgspec
 from ..collectives.group import Group
 from ..coordinator import CoordinatorEvent, CoordinatorLine
 from ..errors import HoraError, PeerLost
-from ..strategies.sync import ExchangeCancelled, Sync, ended_inside
+from ..strategies.common.sync import ExchangeCancelled, Sync, ended_inside
 
 log = logging.getLogger(__name__)
 

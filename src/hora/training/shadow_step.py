@@ -14,7 +14,7 @@ import torch
 from .. import checkpoint
 from ..collectives import objects
 from ..parameters import hyperparameters
-from ..strategies.sync import Sync
+from ..strategies.common.sync import Sync
 
 Optimizer = torch.optim.Optimizer
 

@@ -30,7 +30,7 @@ from ..parameters.registry import ParameterRegistry
 from ..server.access import RunContext
 from ..server.embedding import tables_of
 from ..strategies import Strategy
-from ..strategies.sync import ExchangeCancelled, Sync
+from ..strategies.common.sync import ExchangeCancelled, Sync
 from .epoch_progress import EpochProgress
 from .hints import Hints
 from .hooks import Hook

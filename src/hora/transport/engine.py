@@ -28,8 +28,8 @@ import torch
 from ..coordinator import CoordinatorLine
 from ..errors import HoraError
 from ..net import interface
+from ..net.tensor_bytes import tensor_bytes
 from .base import SLICE_S, BoundedWait, GroupSpec, Land, Transfer, Transport
-from .tcp import memory_of
 
 log = logging.getLogger(__name__)
 
@@ -395,17 +395,17 @@ class MpiBackend(EngineBackend):
     def _spec(self, tensor: torch.Tensor) -> list[Any]:
         if tensor.dtype not in MPI_TYPES:
             raise ValueError(f"MPI reduces no {tensor.dtype}; use an algorithm of Hora's own such as 'ring'")
-        return [memory_of(tensor), getattr(self._mpi, MPI_TYPES[tensor.dtype])]
+        return [tensor_bytes(tensor), getattr(self._mpi, MPI_TYPES[tensor.dtype])]
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> EngineWork:
         operation = getattr(self._mpi, MPI_OPERATIONS[op])
         return _Request(self._comm.Iallreduce(self._mpi.IN_PLACE, self._spec(tensor), operation))
 
     def send(self, peer: int, tensor: torch.Tensor, tag: int) -> EngineWork:
-        return _Request(self._comm.Isend([memory_of(tensor), self._mpi.BYTE], peer, tag))
+        return _Request(self._comm.Isend([tensor_bytes(tensor), self._mpi.BYTE], peer, tag))
 
     def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> EngineWork:
-        return _Request(self._comm.Irecv([memory_of(tensor), self._mpi.BYTE], peer, tag))
+        return _Request(self._comm.Irecv([tensor_bytes(tensor), self._mpi.BYTE], peer, tag))
 
 
 class _Request(EngineWork):

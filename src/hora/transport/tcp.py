@@ -14,7 +14,6 @@ tensor: nothing is ever allocated because a peer said so. Where a rank has an al
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import ipaddress
 import logging
 import select
@@ -29,6 +28,7 @@ import torch
 from ..coordinator.client import dial
 from ..errors import HoraError, PeerLost, Timeout, Unauthorized
 from ..net import handshake
+from ..net.tensor_bytes import tensor_bytes
 from .base import NUM_CHANNELS, SLICE_S, BoundedWait, GroupSpec, Land, Transfer, Transport
 from .rate_limit import RateLimiter
 
@@ -50,14 +50,6 @@ def tune(sock: socket.socket) -> None:
         with contextlib.suppress(OSError, AttributeError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
             return
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, in place. The tensor must outlive the view."""
-    length = tensor.numel() * tensor.element_size()
-    if length == 0:
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr())).cast("B")
 
 
 class TcpListener:
@@ -222,7 +214,7 @@ class _Send(Transfer):
 
     def __init__(self, transport: TcpTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor) -> None:
         super().__init__(transport, peer, channel)
-        data = memory_of(tensor)
+        data = tensor_bytes(tensor)
         circle = transport.circle
         header = HEADER.pack(MAGIC, circle.generation, circle.group, channel, stamp, len(data))
         self.sock = transport.outgoing(peer, channel)
@@ -349,5 +341,5 @@ class _Recv(Transfer):
         left = self.tensor.numel() - self.offset
         self.done = left == 0
         if not self.done:
-            self.target = memory_of(self.piece[: min(left, self.piece.numel())])
+            self.target = tensor_bytes(self.piece[: min(left, self.piece.numel())])
             self.filled = 0

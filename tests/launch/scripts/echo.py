@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from hora.launch.exit_codes import ECHO_EXIT
+from hora.runs.exit_codes import ECHO_EXIT
 
 rank = int(os.environ["HORA_RANK"])
 if rank == 1:

@@ -22,9 +22,9 @@ import time
 
 from hora.coordinator import CoordinatorEvent, Member
 from hora.coordinator.messages import TakeBlock
-from hora.launch.exit_codes import ECHO_EXIT
 from hora.rendezvous import environment
 from hora.rendezvous.rendezvous import rendezvous
+from hora.runs.exit_codes import ECHO_EXIT
 
 identity = environment.read()
 me = Member(identity.role, identity.rank, socket.gethostname(), os.getpid())

@@ -24,10 +24,10 @@ import hora
 from hora.net import interface
 
 from ...rendezvous.names import NAMES
+from ...runs import exit_codes
 from ...runs.run_directory import versions
 from ...terminal.format import harmless
 from ...terminal.screen import Screen, open_standard_descriptors
-from .. import exit_codes
 from ..config import LOOPBACK, RunConfig
 from ..forkserver.client import preloaded
 from ..local import conduct, open_desk, open_stage, settle_servers

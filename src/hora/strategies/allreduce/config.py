@@ -10,7 +10,7 @@ from ..base import Strategy
 
 if TYPE_CHECKING:
     from ...parameters.registry import ParameterRegistry
-    from ..sync import Sync
+    from ..common.sync import Sync
 
 BUCKET_BYTES = 4 << 20
 

@@ -13,7 +13,7 @@ from ...net.machine import num_cores
 from ...parameters.buckets import BackwardHooks, plan
 from ...parameters.registry import ParameterRegistry
 from ...parameters.shards import ParameterShard, whole_shards
-from ..sync import CommStats
+from ..common.sync import CommStats
 from .config import AllReduce
 from .reducers import CollectiveReducer, Reducer, SharedMemoryReducer
 

@@ -30,7 +30,7 @@ from ...compression.powersgd import Matrix
 from ...monitor import spans
 from ...monitor.spans import COMMUNICATION, TRAINING
 from ...parameters.buckets import Bucket
-from ..sync import CommStats
+from ..common.sync import CommStats
 
 Culprits = list[tuple[int, int]]  # (rank, parameter)
 

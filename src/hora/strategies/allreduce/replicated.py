@@ -30,11 +30,11 @@ from ...parameters.buckets import BackwardHooks, Bucket
 from ...parameters.optimizer_state import collect, load
 from ...parameters.registry import ParameterRegistry
 from ...parameters.shards import balanced_shards, flatten, is_sole_owner
-from .. import compression, nonfinite, sparse
-from ..accumulation import Accumulation
-from ..backward_hooks import WatchesBackward
-from ..step_status import StepStatus
-from ..sync import ExchangeCancelled, Snapshot, StepOutcome, Sync
+from ..common import compression, nonfinite, sparse
+from ..common.accumulation import Accumulation
+from ..common.backward_hooks import WatchesBackward
+from ..common.step_status import StepStatus
+from ..common.sync import ExchangeCancelled, Snapshot, StepOutcome, Sync
 from . import make_reducer
 from .config import AllReduce
 from .reducers import Culprits, Reducer

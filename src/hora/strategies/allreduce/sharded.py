@@ -38,7 +38,7 @@ from ...parameters.buckets import Bucket, plan
 from ...parameters.optimizer_state import cut, put
 from ...parameters.registry import ParameterRegistry
 from ...parameters.shards import CUT_BYTES, ELEMENTWISE, ParameterShard, even_shards, flat_view, flatten, is_dense
-from ..sync import Snapshot
+from ..common.sync import Snapshot
 from .config import AllReduce
 from .guard import Guard
 from .replicated import ReplicatedSync

@@ -15,9 +15,9 @@ from ...parameters.registry import ParameterRegistry
 from ...parameters.shards import flat_view
 from ...server.layout import ParameterBlock
 from ...server.messages import BeginStep
-from .. import nonfinite
+from ..common import nonfinite
+from ..common.sync import Snapshot
 from ..ps.worker import ParameterServerSync
-from ..sync import Snapshot
 from . import comm_summary
 from .config import LocalSGD
 

@@ -31,10 +31,10 @@ from ...monitor import spans
 from ...parameters.optimizer_state import OptimizerStates, collect, load
 from ...parameters.registry import ParameterRegistry
 from ...server.embedding import tables_of
-from .. import compression, nonfinite
 from ..allreduce.reducers import TaskThread
-from ..local_gradients import LocalGradients
-from ..sync import Snapshot, StepOutcome, ended_inside
+from ..common import compression, nonfinite
+from ..common.local_gradients import LocalGradients
+from ..common.sync import Snapshot, StepOutcome, ended_inside
 from . import comm_summary
 from .adaptive_interval import steps_for
 from .averager import Averager, OuterAverager

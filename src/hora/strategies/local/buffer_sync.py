@@ -9,7 +9,7 @@ import torch
 
 from ...collectives import objects
 from ...parameters.registry import ParameterRegistry
-from ..nonfinite import is_finite
+from ..common.nonfinite import is_finite
 from .averager import put, vector_of
 from .counted_all_reduce import CountedAllReduce
 

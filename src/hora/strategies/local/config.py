@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ...parameters.registry import ParameterRegistry
     from ...server.state import Rules
-    from ..sync import Sync
+    from ..common.sync import Sync
 
 STATES = ("keep", "average", "reset")
 PACES = ("steps", "time")

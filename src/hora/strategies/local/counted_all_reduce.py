@@ -8,7 +8,7 @@ import torch
 
 from ...collectives.group import Group
 from ...collectives.hierarchy import Between
-from ..sync import CommStats
+from ..common.sync import CommStats
 from . import comm_summary
 
 

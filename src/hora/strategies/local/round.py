@@ -19,8 +19,8 @@ import torch
 from ...errors import HoraError
 from ...monitor import spans
 from ...parameters.registry import ParameterRegistry
-from .. import nonfinite
-from ..sync import CommStats
+from ..common import nonfinite
+from ..common.sync import CommStats
 from .averager import Averager, PlainAverager
 from .buffer_sync import BROKEN, BufferSync
 from .config import DiLoCo, LocalSGD

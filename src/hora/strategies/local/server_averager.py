@@ -16,7 +16,7 @@ from ...parameters.registry import ParameterRegistry
 from ...server.access import RunContext
 from ...server.layout import ParameterBlock
 from ...server.messages import BeginStep
-from ..nonfinite import is_finite
+from ..common.nonfinite import is_finite
 from ..ps.connections import ServerConnections
 from .averager import Averager, pieces, pseudo_gradient, put, vector_of
 from .config import LocalSGD

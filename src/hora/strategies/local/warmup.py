@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...parameters.registry import ParameterRegistry
-from .. import sparse
+from ..common import sparse
 from .averager import put, vector_of
 from .counted_all_reduce import CountedAllReduce
 

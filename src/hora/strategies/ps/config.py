@@ -12,7 +12,7 @@ from ..base import Strategy
 if TYPE_CHECKING:
     from ...parameters.registry import ParameterRegistry
     from ...server.state import Rules
-    from ..sync import Sync
+    from ..common.sync import Sync
 
 MODES = ("sync", "async", "ssp")
 CORRECTIONS = ("none", "scale", "dc")

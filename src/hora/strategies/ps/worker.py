@@ -29,9 +29,9 @@ from ...server.embedding import tables_of
 from ...server.layout import ParameterBlock
 from ...server.messages import BeginStep, ChunkReady
 from ...server.shelf import pack, unpack
-from .. import nonfinite
-from ..local_gradients import LocalGradients
-from ..sync import ExchangeCancelled, Snapshot, StepOutcome
+from ..common import nonfinite
+from ..common.local_gradients import LocalGradients
+from ..common.sync import ExchangeCancelled, Snapshot, StepOutcome
 from .config import PS
 from .connections import ServerConnections
 from .flat_parameters import FlatParameters

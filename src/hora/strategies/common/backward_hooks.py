@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..parameters.buckets import BackwardHooks
+from ...parameters.buckets import BackwardHooks
 
 
 class WatchesBackward:

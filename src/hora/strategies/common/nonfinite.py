@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..collectives.group import Group
-from ..parameters.registry import ParameterRegistry
-from ..parameters.shards import flatten
+from ...collectives.group import Group
+from ...parameters.registry import ParameterRegistry
+from ...parameters.shards import flatten
 
 MOST_NAMED = 4
 ADVICE = (

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from ..runs import run_directory
-from .format import count, duration, harmless, number, percent, rate, size
+from ..terminal.format import count, duration, harmless, number, percent, rate, size
+from . import run_directory
 
 MAX_VALUES = 6
 POSSIBLE = 1.02  # of what so many workers could do at best; beyond it the two runs were not alike after all

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import torch
 
-from ..errors import HoraError
-from ..parameters.buckets import BackwardHooks, Bucket
-from ..parameters.registry import ParameterRegistry
+from ...errors import HoraError
+from ...parameters.buckets import BackwardHooks, Bucket
+from ...parameters.registry import ParameterRegistry
 from . import nonfinite
 from .accumulation import Accumulation
 from .backward_hooks import WatchesBackward

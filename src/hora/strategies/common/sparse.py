@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..collectives.group import Group
-from ..errors import HoraError
+from ...collectives.group import Group
+from ...errors import HoraError
 
 
 def mean(group: Group, parameter: torch.Tensor, name: str, weight: float) -> torch.Tensor:

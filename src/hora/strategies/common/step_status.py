@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..collectives.group import Group
+from ...collectives.group import Group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from ..collectives.group import Group
-from ..errors import HoraError
-from ..parameters.buckets import Bucket
-from ..parameters.registry import ParameterRegistry
-from ..server.access import RunContext
+from ...collectives.group import Group
+from ...errors import HoraError
+from ...parameters.buckets import Bucket
+from ...parameters.registry import ParameterRegistry
+from ...server.access import RunContext
 
 
 @dataclasses.dataclass

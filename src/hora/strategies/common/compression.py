@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..collectives.group import Group
-from ..compression.powersgd import Matrix
-from ..parameters.buckets import Bucket
-from ..parameters.shards import is_dense
+from ...collectives.group import Group
+from ...compression.powersgd import Matrix
+from ...parameters.buckets import Bucket
+from ...parameters.shards import is_dense
 
 log = logging.getLogger(__name__)
 
