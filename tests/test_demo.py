@@ -14,7 +14,7 @@ import pytest
 
 from hora.cli import demo
 from hora.runs import exit_codes
-from hora.strategies import KNOWN
+from hora.strategies import known
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -80,7 +80,7 @@ def test_the_demo_trains_under_every_strategy_and_all_learn_the_same(home: pathl
 
 
 def test_every_strategy_is_in_the_demo() -> None:
-    assert {text.partition(":")[0] for text in (*demo.STRATEGIES, *demo.SERVED, *demo.LOCAL)} == set(KNOWN)
+    assert {text.partition(":")[0] for text in (*demo.STRATEGIES, *demo.SERVED, *demo.LOCAL)} == set(known())
 
 
 def test_a_run_that_fails_is_shown_with_its_last_lines_and_the_others_finish(

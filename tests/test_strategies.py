@@ -14,7 +14,7 @@ def test_a_strategy_is_spelt_as_it_was_read(text: str) -> None:
 
 
 def test_every_known_strategy_parses_by_its_name_and_is_public() -> None:
-    for name, kind in strategies.KNOWN.items():
+    for name, kind in strategies.known().items():
         assert strategies.parse(name) == kind()
         assert getattr(hora, kind.__name__) is kind
 

@@ -35,7 +35,7 @@ from .rendezvous.environment import ProcessIdentity
 from .rendezvous.rendezvous import Rendezvous, rendezvous
 from .runs.exit_codes import ECHO_EXIT, SCRIPT_FAILED
 from .server.access import RunContext
-from .strategies import PS, Auto, Engine, LocalSGD, Strategy
+from .strategies import PS, Auto, LocalSGD, Strategy
 from .strategies.common.sync import CommStats
 from .training import Training, checkpointing, several
 from .training.progress import Progress
@@ -231,7 +231,7 @@ class Job:
     @property
     def _everybody_shows(self) -> bool:
         """Whether there are rounds, and a run goes on without rank 0."""
-        return self.strategy.elastic and self.strategy.uses_rounds
+        return self.strategy.elastic and self.strategy.unit == "round"
 
     def _answer(self, model: Any, optimizer: Any, predict: Callable[[Any, Any], Any] | None) -> NoReturn:
         from .serve import predictor
@@ -492,7 +492,7 @@ def init(
     if chosen.uses_servers and identity.rate_bytes_per_s is not None:
         raise ValueError("HORA_RATE_BYTES_PER_S holds for what workers send to each other; servers would not heed it")
     if identity.servers and not chosen.uses_servers:
-        able = ", ".join(name for name, kind in sorted(strategies.KNOWN.items()) if kind.may_use_servers)
+        able = ", ".join(name for name, kind in strategies.known().items() if kind.may_use_servers)
         raise ValueError(f"HORA_SERVERS={identity.servers}: strategy {chosen.name!r} uses none; with servers: {able}")
     limit = identity.timeout_s or timeout_s or TIMEOUT_S
     if identity.trace and identity.role != "predictor":
@@ -515,8 +515,8 @@ def init(
             timeout_s=limit,
             transport=transport,
             algorithm=chosen.algorithm,
-            backend=chosen.backend if isinstance(chosen, Engine) else "auto",
-            deterministic=isinstance(chosen, Auto) and chosen.deterministic,
+            backend=chosen.backend,
+            deterministic=chosen.deterministic,
             under_mpirun=identity.launcher == "mpirun",
         )
     if identity.role == "worker" and identity.rank == 0:

@@ -10,10 +10,11 @@ from hora.monitor.event_log import MAX_EVENTS
 from hora.monitor.members import MAX_TRACKS
 from hora.monitor.messages import MAX_NAME_CHARS, MAX_NAMES, HistogramReport, Notice
 from hora.monitor.run_state import MAX_STRIPS, RunState
+from hora.strategies import parse
 
 
 def board(strategy: str = "ring", size: int = 2) -> RunState:
-    return RunState(run="r", size=size, strategy=strategy)
+    return RunState(run="r", size=size, strategy=strategy, synchronous=parse(strategy).synchronous)
 
 
 def train(

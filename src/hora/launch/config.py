@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 
 from hora.http.serve_config import ServeConfig
-from hora.strategies import KNOWN, Strategy
+from hora.strategies import Strategy, known
 
 from ..rendezvous.environment import COLOCATED
 from ..rendezvous.names import NAMES
@@ -111,7 +111,7 @@ class RunConfig:
                 "e.g. --servers 2"
             )
         if not (self.strategy and self.strategy.uses_servers):
-            able = [name for name, kind in sorted(KNOWN.items()) if kind.may_use_servers]
+            able = [name for name, kind in known().items() if kind.may_use_servers]
             chosen = f"strategy {self.strategy.name!r} uses none" if self.strategy else "no --strategy was given"
             raise ValueError(f"--servers {self.servers}: {chosen}; with servers there are: {', '.join(able)}")
         if isinstance(self.servers, int) and self.size + self.servers > MAX_RANKS:
@@ -157,8 +157,8 @@ class RunConfig:
     def _check_serve(self) -> None:
         if self.serve is None or self.serve.source != "newest" or self.strategy is None:
             return
-        if not self.strategy.uses_rounds:
-            able = [name for name, kind in sorted(KNOWN.items()) if kind.uses_rounds]
+        if self.strategy.unit != "round":
+            able = [name for name, kind in known().items() if kind.unit == "round"]
             raise ValueError(
                 f"--serve-from newest: strategy {self.strategy.name!r} has no rounds, within which a worker could be "
                 f"ahead of the others; with rounds there are: {', '.join(able) or 'none'}"

@@ -14,7 +14,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
+from .. import strategies
 from ..coordinator.messages import Member
 from ..monitor import json_lines
 from ..monitor.json_lines import JsonLines
@@ -61,7 +63,8 @@ class RunMonitor:
         self._warned = False
         if run_directory is not None:
             database.check(os.path.join(run_directory, database.NAME))
-        self._board = RunState(run=name, size=size, strategy=strategy)
+        self._board = RunState(run=name, size=size)
+        self._board.settle(**_described(strategy))
         self._events = TensorBoard(tensorboard_dir, self._warn_once) if tensorboard_dir is not None else None
         self.temporary: str | None = None
         self._memory, self.directory = self._open_memory(run_directory)
@@ -99,7 +102,7 @@ class RunMonitor:
         waiting: str | None = None,
     ) -> None:
         """What has become known of the run; see Board.settle."""
-        known = {"strategy": strategy, "algorithm": algorithm, "serving": serving, "waiting": waiting}
+        known = {**_described(strategy), "algorithm": algorithm, "serving": serving, "waiting": waiting}
         self._put(lambda now: self._board.settle(**known), 0)
 
     def now(self) -> RunStatus:
@@ -227,3 +230,14 @@ class RunMonitor:
         if not self._warned:
             self._warned = True
             self._warn(text)
+
+
+def _described(strategy: str | None) -> dict[str, Any]:
+    """What a strategy, as it is spelled, says of itself; of one that is not known here, its spelling alone."""
+    try:
+        known = strategies.parse(strategy) if strategy else None
+    except ValueError:
+        known = None
+    if known is None:
+        return {"strategy": strategy}
+    return {"strategy": strategy, "synchronous": known.synchronous, "topology": known.topology}

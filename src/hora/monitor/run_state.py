@@ -16,7 +16,6 @@ from typing import TypeVar
 import msgspec
 
 from ..coordinator.messages import Member
-from ..strategies import parse
 from .curve import LIMIT, STRIP_LIMIT, Curve
 from .event_log import KINDS, MAX_TEXT_CHARS, EventLog
 from .forecast import Forecast
@@ -38,14 +37,14 @@ _Number = TypeVar("_Number", int, float)
 class RunState:
     """For one thread. `lost` counts reports that could not be used; whoever drops one adds to it."""
 
-    def __init__(self, *, run: str = "", size: int = 0, strategy: str = "") -> None:
+    def __init__(self, *, run: str = "", size: int = 0, strategy: str = "", synchronous: bool = True) -> None:
         self.curves: dict[str, Curve] = {}
         self.lost = 0
         self.heard_at = 0.0
         self._run = plain(run, MAX_TEXT_CHARS)
         self._size = size
-        self._strategy = self._algorithm = self._serving = ""
-        self._together = True
+        self._strategy = self._algorithm = self._serving = self._topology = ""
+        self._synchronous = synchronous
         self._state = "starting"
         self._waiting = ""
         self._step = self._samples = 0
@@ -67,6 +66,8 @@ class RunState:
         self,
         *,
         strategy: str | None = None,
+        synchronous: bool | None = None,
+        topology: str | None = None,
         algorithm: str | None = None,
         serving: str | None = None,
         waiting: str | None = None,
@@ -74,7 +75,11 @@ class RunState:
         """What becomes known of the run while it goes on. None changes nothing; `serving` and `waiting` may become
         empty."""
         if strategy:
-            self._strategy, self._together = plain(strategy, MAX_TEXT_CHARS), _step_together(strategy)
+            self._strategy = plain(strategy, MAX_TEXT_CHARS)
+        if synchronous is not None:
+            self._synchronous = synchronous
+        if topology:
+            self._topology = plain(topology, MAX_TEXT_CHARS)
         if algorithm:
             self._algorithm = plain(algorithm, MAX_TEXT_CHARS)
         if serving is not None:
@@ -123,7 +128,7 @@ class RunState:
             if fresh is not None and (track.rank in self._strips or len(self._strips) < MAX_STRIPS):
                 self._strips.add(track.rank)
                 compute_s, exposed_s = fresh
-                comm_s = min(exposed_s, least_s) if self._together else exposed_s
+                comm_s = min(exposed_s, least_s) if self._synchronous else exposed_s
                 for part, seconds in zip(_PARTS, (compute_s, exposed_s - comm_s, comm_s), strict=True):
                     self._add(f"rank/{track.rank}/{part}", now, seconds, STRIP_LIMIT)
         if live and self._state == "running":
@@ -138,7 +143,7 @@ class RunState:
         """The run at this moment; nothing here changes it afterwards."""
         everyone = [self._members.workers[rank] for rank in sorted(self._members.workers)]
         live, standing = self._members.live(), self._members.standing()
-        comm_s = self._members.least_exposed_s() if self._together else math.inf
+        comm_s = self._members.least_exposed_s() if self._synchronous else math.inf
         rates = [track.rate(at) for track in live]
         servers = [self._members.servers[number].show(at) for number in sorted(self._members.servers)]
         lags: collections.Counter[int] = collections.Counter()
@@ -148,6 +153,7 @@ class RunState:
         return RunStatus(
             run=self._run,
             strategy=self._strategy,
+            topology=self._topology,
             algorithm=self._algorithm,
             size=self._size,
             state=self._state,
@@ -256,7 +262,7 @@ class RunState:
             self._compare(track, report, now)
 
     def _compare(self, track: WorkerStats, report: WorkerReport, now: float) -> None:
-        step = report.step if self._together else None
+        step = report.step if self._synchronous else None
         for change in self._stragglers.hear(track.rank, report.computes, self._members.live_ranks, now, step):
             name = self._members.workers[change.rank].name
             self.event("slow" if change.slow else "even", name, change.words(name), now)
@@ -273,7 +279,7 @@ class RunState:
             self._worked_at = now
         if track.heard_at is None:
             track.run_samples = self._samples
-            if track.rank >= self._size > 0 and not self._together:  # one who joined counts its own steps, from 0
+            if track.rank >= self._size > 0 and not self._synchronous:  # one who joined counts its own steps, from 0
                 track.offset = max(0, self._step - max(0, report.step - report.steps))
 
     def _log_rows(
@@ -283,7 +289,7 @@ class RunState:
         before. `before` are the run's when this worker was heard last, if this is not the `first` time."""
         if not rows:
             return
-        together = self._together or (first and not track.offset and self._members.seen <= self._size)
+        together = self._synchronous or (first and not track.offset and self._members.seen <= self._size)
         begin = report.step - report.steps
         if together:  # each worker's samples grow with its steps, and all are taken to be at this row's
             live = self._members.live()
@@ -308,7 +314,7 @@ class RunState:
                 self.lost += 1
         for notice in report.notices:
             if is_sound_notice(notice):
-                alone = notice.kind == "skipped" and not self._together
+                alone = notice.kind == "skipped" and not self._synchronous
                 at = _on_our_clock(notice.at, report, now)
                 self._journal.note(notice, track.name, at, track.rank if alone else None)
             else:
@@ -348,15 +354,6 @@ class RunState:
         if curve is None:
             curve = self.curves[name] = Curve(limit)
         curve.add(self._step, at, self._samples, value)
-
-
-def _step_together(strategy: str) -> bool:
-    """Whether workers wait for each other, at every step or in rounds."""
-    try:
-        known = parse(strategy)
-    except ValueError:
-        return True
-    return getattr(known, "mode", "sync") == "sync" and getattr(known, "barrier", True)
 
 
 def _shifted(report: WorkerReport, offset: int) -> WorkerReport:

@@ -49,6 +49,7 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
 class RunStatus(msgspec.Struct, kw_only=True):
     run: str = ""
     strategy: str = ""
+    topology: str = ""  # as the strategy describes itself
     algorithm: str = ""  # what `auto` has chosen
     size: int = 0
     state: str = "starting"  # starting, running, ended

@@ -18,7 +18,7 @@ from .push_codec import PushCodec
 from .rows import ROW_BYTES, checked, from_bytes
 from .shelf import Gradient, views
 
-FETCH_S = 2.0  # a worker offers its memory before it says Hello; the server waits for nobody
+FETCH_S = 10.0  # a worker offers its memory before its hello, but its host may be busy; the server waits meanwhile
 
 
 class WorkerSession:

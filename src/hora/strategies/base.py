@@ -22,18 +22,38 @@ if TYPE_CHECKING:
     from .common.sync import Sync
 
 
+REGISTERED: dict[str, type[Strategy]] = {}
+"""All strategies that were imported so far, by name."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """The base of all strategies. `algorithm` is what `all_reduce(algorithm="auto")` means in this run."""
+    """The base of all strategies. What it says of itself is all that job, launcher and dashboard know of it."""
 
     name: ClassVar[str]
+    unit: ClassVar[str] = "step"  # what workers synchronise after: every step, or a round of steps of their own
     may_use_servers: ClassVar[bool] = False
-    uses_rounds: ClassVar[bool] = False  # workers train alone between rounds
+    backend: ClassVar[str] = "auto"  # of the collectives: gloo, nccl, mpi; auto chooses by device
+    deterministic: ClassVar[bool] = False  # algorithms are chosen by fixed thresholds, not by measurement
+
+    def __init_subclass__(cls) -> None:
+        if "name" in cls.__dict__:
+            REGISTERED[cls.name] = cls
+
+    @property
+    def topology(self) -> str:
+        """How the dashboard draws the run: ring, star, tree, halving, shared, engine, ps, rounds; auto is as chosen."""
+        return self.name
 
     @property
     def uses_servers(self) -> bool:
         """Whether servers keep the parameters."""
         return self.may_use_servers
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether workers wait for each other, at every step or in rounds."""
+        return True
 
     def served(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """What updates the parameters that servers keep, out of the user's optimizers; they are not changed."""
@@ -41,6 +61,7 @@ class Strategy:
 
     @property
     def algorithm(self) -> str:
+        """What `all_reduce(algorithm="auto")` means in this run."""
         return self.name
 
     @property

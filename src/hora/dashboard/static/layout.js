@@ -7,7 +7,9 @@ export function planOf(now) {
   const [name, rest = ""] = (now.strategy || "").split(/:(.*)/s);
   const options = Object.fromEntries(rest.split(",").map((part) => part.split("=").map((word) => word.trim())));
   const chosen = (now.algorithm || options.algorithm || "").match(/ring|star|tree|halving|shared|engine/)?.[0];
-  const shape = { auto: chosen ?? "mesh", local: "rounds", diloco: "rounds" }[name] ?? name;
+  // The strategy says what it looks like; runs that were recorded before it did are told by their names.
+  const described = now.topology || { local: "rounds", diloco: "rounds" }[name] || name;
+  const shape = described === "auto" ? chosen ?? "mesh" : described;
   const num = Math.max(now.size || 0, ...now.workers.map((worker) => worker.rank + 1), 1);
   const servers = now.servers.length;
   const known = ["ring", "star", "tree", "halving", "shared", "engine", "rounds", "ps"];

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,8 +15,10 @@ from ...parameters.buckets import BackwardHooks, plan
 from ...parameters.registry import ParameterRegistry
 from ...parameters.shards import ParameterShard, whole_shards
 from ..common.sync import CommStats
-from .config import AllReduce
 from .reducers import CollectiveReducer, Reducer, SharedMemoryReducer
+
+if TYPE_CHECKING:
+    from .config import AllReduce
 
 log = logging.getLogger(__name__)
 

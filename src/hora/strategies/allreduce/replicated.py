@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -36,8 +36,10 @@ from ..common.backward_hooks import WatchesBackward
 from ..common.step_status import StepStatus
 from ..common.sync import ExchangeCancelled, Snapshot, StepOutcome, Sync
 from . import make_reducer
-from .config import AllReduce
 from .reducers import Culprits, Reducer
+
+if TYPE_CHECKING:
+    from .config import AllReduce
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import safetensors.torch
@@ -39,9 +39,11 @@ from ...parameters.optimizer_state import cut, put
 from ...parameters.registry import ParameterRegistry
 from ...parameters.shards import CUT_BYTES, ELEMENTWISE, ParameterShard, even_shards, flat_view, flatten, is_dense
 from ..common.sync import Snapshot
-from .config import AllReduce
 from .guard import Guard
 from .replicated import ReplicatedSync
+
+if TYPE_CHECKING:
+    from .config import AllReduce
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,8 @@ waits for anybody, so workers may be slow, lost or new.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ...errors import HoraError
@@ -19,7 +21,9 @@ from ..common import nonfinite
 from ..common.sync import Snapshot
 from ..ps.worker import ParameterServerSync
 from . import comm_summary
-from .config import LocalSGD
+
+if TYPE_CHECKING:
+    from .config import LocalSGD
 
 
 class AsyncLocalSync(ParameterServerSync):

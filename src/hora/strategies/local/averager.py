@@ -14,15 +14,17 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...compression.compressor import Compressor
 from ...parameters.registry import ParameterRegistry
 from ...parameters.shards import flat_view
-from .config import DiLoCo, LocalSGD
 from .counted_all_reduce import CountedAllReduce
+
+if TYPE_CHECKING:
+    from .config import RoundStrategy
 
 
 class Averager(abc.ABC):
@@ -119,11 +121,9 @@ class OuterAverager(Averager):
     """`outer_lr` and `outer_momentum` are those of torch's own SGD with Nesterov momentum, over the common point. For
     local SGD they are 1 and 0: then the point becomes the mean of the workers' parameters."""
 
-    def __init__(self, roster: ParameterRegistry, bulk: CountedAllReduce, strategy: DiLoCo | LocalSGD) -> None:
+    def __init__(self, roster: ParameterRegistry, bulk: CountedAllReduce, strategy: RoundStrategy) -> None:
         super().__init__(roster, bulk)
-        self._lr, self._momentum, self._overlap = 1.0, 0.0, 0
-        if isinstance(strategy, DiLoCo):
-            self._lr, self._momentum, self._overlap = strategy.outer_lr, strategy.outer_momentum, strategy.overlap
+        self._lr, self._momentum, self._overlap = strategy.outer_lr, strategy.outer_momentum, strategy.overlap
         self._wire = Compressor(strategy.wire, strategy.topk)
         self._points: dict[int, torch.Tensor] = {}
         self._optimizer: torch.optim.SGD

@@ -20,7 +20,7 @@ import logging
 import time
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -39,11 +39,13 @@ from . import comm_summary
 from .adaptive_interval import steps_for
 from .averager import Averager, OuterAverager
 from .buffer_sync import BufferSync
-from .config import DiLoCo, LocalSGD
 from .counted_all_reduce import CountedAllReduce
 from .fragments import cut
 from .round import AveragingRound, RoundExecutor
 from .round_status import ENDED, RoundStatus
+
+if TYPE_CHECKING:
+    from .config import LocalSGD, RoundStrategy
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ FAR = 1 << 40  # the loop of a worker that has left all of them
 class LocalSync(LocalGradients):
     lockstep = False
 
-    def __init__(self, roster: ParameterRegistry, strategy: LocalSGD | DiLoCo) -> None:
+    def __init__(self, roster: ParameterRegistry, strategy: RoundStrategy) -> None:
         super().__init__(roster)
         self.strategy = strategy
         self.rounds = 0
@@ -63,8 +65,8 @@ class LocalSync(LocalGradients):
             raise ValueError("a ServerEmbedding's rows are updated by the servers at every step: say --strategy ps")
         if strategy.warmup and any(isinstance(each, torch.optim.LBFGS) for each in roster.optimizers):
             raise ValueError("warmup shares the gradient of a step, and LBFGS computes several in one: leave it out")
-        self._num_fragments = strategy.fragments if isinstance(strategy, DiLoCo) else 1
-        self._overlap = strategy.overlap if isinstance(strategy, DiLoCo) else 0
+        self._num_fragments = strategy.fragments
+        self._overlap = strategy.overlap
         self._bulk: CountedAllReduce
         self._meetings: RoundExecutor
         self._mean: Averager
@@ -116,13 +118,11 @@ class LocalSync(LocalGradients):
         self._resumed_s = time.perf_counter()
 
     def _make_mean(self) -> Averager | None:
-        if isinstance(self.strategy, DiLoCo):
-            return OuterAverager(self.roster, self._bulk, self.strategy)
         if self.strategy.via == "ps":
             from .server_averager import ServerAverager
 
-            return ServerAverager(self.roster, self._bulk, self.strategy, self.access)
-        if self.strategy.wire != "fp32":
+            return ServerAverager(self.roster, self._bulk, cast("LocalSGD", self.strategy), self.access)
+        if self.strategy.averages_differences:
             return OuterAverager(self.roster, self._bulk, self.strategy)
         return None
 

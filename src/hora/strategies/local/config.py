@@ -39,7 +39,12 @@ class RoundStrategy(Strategy):
     to the next drift. Inside a host they travel as they are.
     """
 
-    uses_rounds: ClassVar[bool] = True
+    unit: ClassVar[str] = "round"
+    via: ClassVar[str] = "workers"
+    outer_lr: ClassVar[float] = 1.0  # the anchor becomes the mean of the workers' parameters
+    outer_momentum: ClassVar[float] = 0.0
+    fragments: ClassVar[int] = 1
+    overlap: ClassVar[int] = 0
 
     every: str | int = 8
     warmup: int = 0
@@ -65,6 +70,15 @@ class RoundStrategy(Strategy):
     def _one_of(self, option: str, known: Sequence[str]) -> None:
         if getattr(self, option) not in known:
             raise ValueError(f"{option}={getattr(self, option)!r} is unknown; there are: {', '.join(known)}")
+
+    @property
+    def topology(self) -> str:
+        return "rounds"
+
+    @property
+    def averages_differences(self) -> bool:
+        """Whether workers average how far they came from the anchor, rather than their parameters."""
+        return self.wire != "fp32"
 
     @property
     def leased(self) -> bool:
@@ -102,7 +116,7 @@ class LocalSGD(RoundStrategy):
     name: ClassVar[str] = "local"
     may_use_servers: ClassVar[bool] = True
 
-    via: str = "workers"
+    via: str = "workers"  # type: ignore[misc]
     barrier: bool = True
     block_bytes: int = BLOCK_BYTES
 
@@ -128,6 +142,10 @@ class LocalSGD(RoundStrategy):
     @property
     def uses_servers(self) -> bool:
         return self.via == "ps"
+
+    @property
+    def synchronous(self) -> bool:
+        return self.barrier
 
     @property
     def elastic(self) -> bool:
@@ -171,10 +189,10 @@ class DiLoCo(RoundStrategy):
     name: ClassVar[str] = "diloco"
 
     every: str | int = 32
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    fragments: int = 1
-    overlap: int = 0
+    outer_lr: float = 0.7  # type: ignore[misc]
+    outer_momentum: float = 0.9  # type: ignore[misc]
+    fragments: int = 1  # type: ignore[misc]
+    overlap: int = 0  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,6 +210,10 @@ class DiLoCo(RoundStrategy):
             )
         if self.overlap and self.state != "keep":
             raise ValueError(f"state={self.state} needs a round that ends where it begins: leave overlap out")
+
+    @property
+    def averages_differences(self) -> bool:
+        return True
 
     def sync(self, roster: ParameterRegistry) -> Sync:
         from .averaging import LocalSync

@@ -13,6 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,10 +24,12 @@ from ..common import nonfinite
 from ..common.sync import CommStats
 from .averager import Averager, PlainAverager
 from .buffer_sync import BROKEN, BufferSync
-from .config import DiLoCo, LocalSGD
 from .counted_all_reduce import CountedAllReduce
 from .round_status import RoundStatus, shares
 from .warmup import mean_gradients
+
+if TYPE_CHECKING:
+    from .config import RoundStrategy
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +77,7 @@ class RoundExecutor:
         self,
         roster: ParameterRegistry,
         bulk: CountedAllReduce,
-        strategy: LocalSGD | DiLoCo,
+        strategy: RoundStrategy,
         mean: Averager | None,
         traffic: CommStats,
     ) -> None:
@@ -84,7 +87,7 @@ class RoundExecutor:
         self._strategy = strategy
         self._plain = PlainAverager(roster, bulk)
         self._traffic = traffic
-        self._at_once = not (isinstance(strategy, DiLoCo) and strategy.overlap)  # results are taken over as they come
+        self._at_once = not strategy.overlap  # results are taken over as they come
         self.mean = mean or self._plain
         self.extras = BufferSync(roster, bulk)
 

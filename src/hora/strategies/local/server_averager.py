@@ -8,6 +8,7 @@ elsewhere the workers of one host push one sum of their drifts, and pull once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,8 +20,10 @@ from ...server.messages import BeginStep
 from ..common.nonfinite import is_finite
 from ..ps.connections import ServerConnections
 from .averager import Averager, pieces, pseudo_gradient, put, vector_of
-from .config import LocalSGD
 from .counted_all_reduce import CountedAllReduce
+
+if TYPE_CHECKING:
+    from .config import LocalSGD
 
 
 class ServerAverager(Averager):

@@ -101,6 +101,10 @@ class PS(Strategy):
         return "auto"
 
     @property
+    def synchronous(self) -> bool:
+        return self.mode == "sync"
+
+    @property
     def elastic(self) -> bool:
         return self.mode != "sync"
 

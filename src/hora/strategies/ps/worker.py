@@ -17,6 +17,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,10 +33,12 @@ from ...server.shelf import pack, unpack
 from ..common import nonfinite
 from ..common.local_gradients import LocalGradients
 from ..common.sync import ExchangeCancelled, Snapshot, StepOutcome
-from .config import PS
 from .connections import ServerConnections
 from .flat_parameters import FlatParameters
 from .server_state import ServerStateArchive
+
+if TYPE_CHECKING:
+    from .config import PS
 
 log = logging.getLogger(__name__)
 
