@@ -95,6 +95,7 @@ def test_under_the_transports_limit_hora_counts_the_same_and_the_table_says_so(
 # -- what is left ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("namespaces")
 def test_ctrl_c_ends_the_workers_and_removes_their_namespaces() -> None:
     command = [sys.executable, "-m", "hora.cli.main", "bench", "local", "-n", "2", "--only", "ring"]

@@ -155,6 +155,7 @@ def test_an_unknown_peer_is_refused() -> None:
         ps_peers.install("mxnet")
 
 
+@pytest.mark.full
 def test_main_writes_a_line_per_contestant_and_size(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     code = ps.main(2, 1, [1000, 2000], str(out), rounds=2, peers=[], ours=lambda w, s, p: [echo()], seconds=0.02)

@@ -132,6 +132,7 @@ def test_bad_usage_is_one_line_that_says_what_exists(
     assert says in err and err.count("\n") == 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("mark")
 def test_a_contestant_that_dies_is_named_and_the_others_finish(capfd: pytest.CaptureFixture[str]) -> None:
     those = [Contestant(name="single", ranks=1), Contestant(name="broken", ranks=1, how="hora", strategy="nonsense")]

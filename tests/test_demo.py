@@ -83,6 +83,7 @@ def test_every_strategy_is_in_the_demo() -> None:
     assert {text.partition(":")[0] for text in (*demo.STRATEGIES, *demo.SERVED, *demo.LOCAL)} == set(known())
 
 
+@pytest.mark.full
 def test_a_run_that_fails_is_shown_with_its_last_lines_and_the_others_finish(
     home: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

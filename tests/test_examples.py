@@ -61,6 +61,7 @@ def test_digits_learn_the_same_on_any_number_of_workers() -> None:
         assert abs(number_after("test accuracy", out) - number_after("test accuracy", alone)) < 0.7  # 2 of 297 samples
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("strategy", ["ring", "shared:update=sharded"])
 @pytest.mark.parametrize("name", TINY)
 def test_examples_run_on_two_workers(name: str, strategy: str) -> None:

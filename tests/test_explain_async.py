@@ -48,6 +48,7 @@ def test_equal_workers_lag_by_the_number_of_the_others(workers: int) -> None:
     assert lags[:workers] == list(range(workers)) and set(lags[workers:]) == {workers - 1}
 
 
+@pytest.mark.full
 @every_size
 def test_what_is_said_of_equal_workers_is_so_of_the_race_that_is_shown(workers: int) -> None:
     came = pushes(race(even_paces(workers), Rules(mode="async"), 5 * workers - 1))
@@ -86,6 +87,7 @@ def test_delay_compensation_is_exact_for_the_first_late_gradient() -> None:
     assert found == {"none": -7.0, "scale": pytest.approx(1 - 0.5 * 16 / 5), "dc": 0.5}
 
 
+@pytest.mark.full
 @every_size
 def test_momentum_makes_it_worse(workers: int) -> None:
     more = []
@@ -98,6 +100,7 @@ def test_momentum_makes_it_worse(workers: int) -> None:
     assert more == sorted(more) and more[-1] > more[0]
 
 
+@pytest.mark.cases(2)
 @every_size
 def test_every_push_of_the_race_is_shown(workers: int) -> None:
     text = explain(workers).split("── B. ")[1].split("── C. ")[0]
@@ -108,6 +111,7 @@ def test_every_push_of_the_race_is_shown(workers: int) -> None:
     ]
 
 
+@pytest.mark.full
 @every_size
 def test_it_fits_110_columns_and_is_plain_text(workers: int) -> None:
     lines = explain(workers).splitlines()

@@ -54,7 +54,7 @@ def outward_inside(host: str, *setup: str, name: str = "localhost") -> str:
     """What a process finds on that host, after these commands of `ip` there."""
     for command in setup:
         subprocess.run(["ip", "-n", host, *command.split()], check=True, timeout=20)
-    code = f"from hora import interface; print(interface.outward({name!r}))"
+    code = f"from hora.net import interface; print(interface.outward({name!r}))"
     done = subprocess.run(
         ["ip", "netns", "exec", host, sys.executable, "-c", code], capture_output=True, text=True, timeout=50
     )

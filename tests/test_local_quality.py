@@ -86,6 +86,7 @@ def loss(nets: Logits, x: torch.Tensor, y: torch.Tensor) -> float:
     return float(F.cross_entropy(nets(x).flatten(0, 1), y.repeat(NETS)))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_digits_are_read_as_well_as_under_the_ring() -> None:
     """At most a point below it on the test set, in the same samples, each with the best of three learning rates."""

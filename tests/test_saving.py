@@ -86,6 +86,7 @@ def halves(
     return on(second[0], rest)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("strategy", ["shared", "shared:update=sharded"])
 @pytest.mark.parametrize("middle", [50, 45])
@@ -99,6 +100,7 @@ def test_twice_50_steps_with_a_restore_between_are_100_bit_for_bit(
         assert epochs == [*range(4 if middle == 45 else 5, 12)]  # what follows the loop of epoch 4 is still to come
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -313,6 +313,7 @@ def test_a_worker_that_breaks_before_its_step_still_ends_with_the_others_paramet
 # -- two loaders -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("counts", [(12, 12), (12, 9), (9, 12), (13, 12), (12, 13), (13, 13), (10, 7), (7, 10)])
 @pytest.mark.parametrize("strategy", ["shared", "shared:update=sharded"])
 def test_a_zip_of_two_loaders_trains_and_ends_together(strategy: str, counts: tuple[int, int]) -> None:

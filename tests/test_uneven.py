@@ -23,6 +23,7 @@ STRATEGIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("seed", range(20))
 def test_any_size_any_batch_any_number_of_workers_trains_as_one_process_does(seed: int) -> None:
     """20 x 10 random cases."""

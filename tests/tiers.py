@@ -2,7 +2,8 @@
 
 - `full` is set on tests that take long or prove again what a quicker one proves; `make test` leaves them out.
 - Of a test with several parameters, the cases outside of a covering selection are `full`: with two parameters every
-  value occurs in the selection, with more every pair of values does. `@pytest.mark.product` keeps all cases.
+  value occurs in the selection, with more every pair of values does. `@pytest.mark.product` keeps all cases,
+  `@pytest.mark.cases(n)` n of the selection, spread evenly over it.
 - `process` is set on tests that start processes, by the fixtures that they use. Under pytest-xdist they run in two
   groups, so that at most two of them run at the same time, and one of those that make network namespaces.
 """
@@ -34,11 +35,23 @@ def assign(items: Sequence[pytest.Item]) -> None:
             group = 0 if _makes_namespaces(item) else number % NUM_GROUPS
             item.add_marker(pytest.mark.xdist_group(f"process-{group}"))
     for cases in functions.values():
+        few = cases[0].get_closest_marker("cases")
+        chosen = set(range(len(cases)))
         if len(cases) >= LEAST_CASES and cases[0].get_closest_marker("product") is None:
             chosen = covering([list(case.callspec.params.values()) for case in cases if hasattr(case, "callspec")])
-            for number, case in enumerate(cases):
-                if number not in chosen:
-                    case.add_marker(pytest.mark.full)
+        if few is not None:
+            chosen = spread(chosen, few.args[0])
+        for number, case in enumerate(cases):
+            if number not in chosen:
+                case.add_marker(pytest.mark.full)
+
+
+def spread(chosen: set[int], count: int) -> set[int]:
+    """`count` of these numbers, from the first to the last."""
+    ordered = sorted(chosen)
+    if count >= len(ordered):
+        return chosen
+    return {ordered[number * (len(ordered) - 1) // max(1, count - 1)] for number in range(count)}
 
 
 def _makes_namespaces(item: pytest.Item) -> bool:

@@ -179,6 +179,7 @@ print("killed", k - 1)
 """
 
 
+@pytest.mark.full
 def test_a_process_killed_by_sigkill_at_any_point_leaves_the_old_or_the_new_and_no_residue(
     tmp_path: pathlib.Path,
 ) -> None:

@@ -242,6 +242,7 @@ def train(net: torch.nn.Module, optimizer: Any, steps: range, scheduler: Any = N
             scheduler.step()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("word", OPTIMIZERS)
 def test_a_fresh_optimizer_trains_on_from_a_checkpoint_bit_for_bit(word: str, tmp_path: pathlib.Path) -> None:
     net = model()

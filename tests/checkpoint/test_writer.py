@@ -184,6 +184,7 @@ def test_values_that_are_not_finite_are_refused_by_name_and_count(
     assert names(tmp_path) == ["step-1"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("tensors", "record", "words"),
     [

@@ -15,6 +15,8 @@ from hora_benchmarks.claims.accuracy_rank import Lesson, Plan
 from hora_benchmarks.claims.accuracy_runs import ASYNC, EVERY, MOMENTA, SSP, STRATEGIES, SYNC
 from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
+pytestmark = pytest.mark.full
+
 SEEDS = [0, 1, 2]
 
 

@@ -7,6 +7,8 @@ import pytest
 from hora_benchmarks.claims import asynchronous, paced
 from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
+pytestmark = pytest.mark.full
+
 COUNTS = (1, 2, 4, 8, 16)
 ALONE_S = 0.6
 

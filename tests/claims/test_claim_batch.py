@@ -14,6 +14,8 @@ from hora.launch.launched import launched
 from hora_benchmarks.claims import batch
 from hora_benchmarks.claims.claim import MAX_TEXT
 
+pytestmark = pytest.mark.full
+
 FACTORS = (1, 4, 32)
 BASE = 0.95
 STAYS, FALLS = {4: 0.0, 32: 0.0}, {4: 0.05, 32: 0.2}

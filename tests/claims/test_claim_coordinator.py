@@ -12,6 +12,8 @@ import pytest
 from hora_benchmarks.claims import coordinator
 from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
+pytestmark = pytest.mark.full
+
 METRICS_OFF = False
 
 

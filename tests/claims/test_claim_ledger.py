@@ -7,6 +7,8 @@ import pytest
 from hora_benchmarks.claims import ledger
 from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
+pytestmark = pytest.mark.full
+
 EVEN = {"even_ideal_s": 0.8, "even_s": [0.88, 0.96]}  # 110 and 120 % of the ideal: 115 % in the median
 
 

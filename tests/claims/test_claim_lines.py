@@ -11,6 +11,8 @@ import pytest
 from hora_benchmarks.claims import lines
 from hora_benchmarks.claims.claim import MAX_TEXT
 
+pytestmark = pytest.mark.full
+
 PAST_GUESSING = 20.0  # per cent; a guess has 10
 
 

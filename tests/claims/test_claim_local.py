@@ -10,6 +10,8 @@ from hora_benchmarks.claims import local
 from hora_benchmarks.claims.claim import MAX_TEXT
 from hora_benchmarks.claims.local import CLAIM
 
+pytestmark = pytest.mark.full
+
 STEPS = 128
 
 

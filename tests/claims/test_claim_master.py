@@ -7,6 +7,8 @@ import pytest
 from hora_benchmarks.claims import master
 from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
+pytestmark = pytest.mark.full
+
 HOSTS = (2, 4, 8, 16)
 
 

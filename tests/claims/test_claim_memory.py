@@ -14,6 +14,8 @@ from hora_benchmarks.claims import memory
 from hora_benchmarks.claims.claim import MAX_TEXT
 from hora_benchmarks.claims.memory import CLAIM, LOCAL, RING
 
+pytestmark = pytest.mark.full
+
 PARAMETERS = 1_000_000
 EMPTY = 300_000_000
 

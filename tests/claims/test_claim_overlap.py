@@ -12,6 +12,8 @@ from hora_benchmarks.claims import overlap
 from hora_benchmarks.claims.claim import MAX_TEXT, Row
 from hora_benchmarks.claims.overlap_trace import rate_text
 
+pytestmark = pytest.mark.full
+
 LINKS, SLOW, HOST = "links of 1gbit", "links of 200mbit", overlap.CROWDED
 
 

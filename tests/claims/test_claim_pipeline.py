@@ -14,6 +14,8 @@ SCRIPT = """
 import json, pathlib, sys, torch, hora
 from hora_benchmarks.claims import pipeline_rank as rank
 
+pytestmark = pytest.mark.full
+
 torch.set_default_dtype(torch.float64)
 rank.WIDTH, rank.HEADS, rank.CONTEXT = 16, 2, 8
 job = hora.init()

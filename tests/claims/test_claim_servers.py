@@ -8,6 +8,8 @@ from hora_benchmarks.bench import links
 from hora_benchmarks.claims import paced, servers
 from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
+pytestmark = pytest.mark.full
+
 COUNTS = (1, 2, 4, 8, 16)
 FALLING = {1: (75, 60, 43, 27, 15), 2: (75, 70, 60, 43, 27), 4: (75, 74, 70, 60, 43)}
 FLAT = (100, 95, 94, 94, 93)

@@ -10,6 +10,8 @@ from hora_benchmarks.bench.train_conductor import Contestant
 from hora_benchmarks.claims import speedup
 from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
+pytestmark = pytest.mark.full
+
 
 def row(model: str, name: str, workers: int, share: float, cores: int = 16, lockstep: float | None = None) -> Row:
     one = [10.0, 12.0, 11.0]

@@ -9,6 +9,8 @@ import pytest
 from hora_benchmarks.claims import straggler, uneven
 from hora_benchmarks.claims.claim import MAX_TEXT, Row
 
+pytestmark = pytest.mark.full
+
 SIZE, STEPS, SAMPLES = 4, 24, 480
 SLOW = {"lasting": 0.3, "passing": 0.45}
 

@@ -141,6 +141,7 @@ def test_what_is_no_record_is_named(tmp_path: pathlib.Path) -> None:
         record.read_all(tmp_path)
 
 
+@pytest.mark.full
 def test_a_run_leaves_its_result_and_a_failed_one_its_last_lines(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(

@@ -76,6 +76,7 @@ def test_every_operation_on_integers_and_bools(op: str, dtype: torch.dtype) -> N
     run(3, work)
 
 
+@pytest.mark.cases(2)
 def test_all_algorithms_agree_over_every_transport(transport: str) -> None:
     def work(group: Group) -> None:
         algorithms = [a for a in (*OWN, "engine") if a != "shared" or group.transport.shares_memory]

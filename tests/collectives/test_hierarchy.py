@@ -36,6 +36,7 @@ def links(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_flat_sum(layout: str, links: str) -> None:
     hosts = LAYOUTS[layout]

@@ -54,6 +54,7 @@ def way(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 # -- the all-reduce family -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "topk,topk=0.1", "powersgd", "powersgd,rank=1"])
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_training_comes_as_far_as_in_full_precision(wire: str, hosts: list[int]) -> None:
@@ -212,6 +213,7 @@ def test_on_one_host_a_wire_does_nothing_and_says_so(strategy: str, caplog: pyte
 # -- rounds ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("wire", ["fp16", "bf16", "int8"])
 @pytest.mark.parametrize(
     "strategy",

@@ -63,6 +63,7 @@ def test_a_slurm_step_is_adopted(started: Started) -> None:
     assert [agreed(out) for _, out in done] == [[f"rank {rank} of 2 under slurm over shm by auto"] for rank in range(2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("env", [{}, pytest.param(SALLOC, marks=pytest.mark.full)], ids=["plain", "salloc"])
 def test_plain_python_is_a_world_of_one_even_in_a_shell_of_salloc(started: Started, env: dict[str, str]) -> None:
     code, out = started.run([sys.executable], "agree.py", **env)
@@ -72,6 +73,7 @@ def test_plain_python_is_a_world_of_one_even_in_a_shell_of_salloc(started: Start
 # mpirun and torchrun send SIGTERM to the other ranks as soon as one has died, so here those are deaf to it.
 
 
+@pytest.mark.full
 def test_a_rank_killed_under_torchrun_is_named_by_the_survivor(started: Started) -> None:
     code, out = started.run(TORCHRUN, "fault.py", "killed", "auto", "deaf")
     delay, said = death_and_echo(out)

@@ -79,6 +79,7 @@ def test_a_rank_that_exits_with_a_code_is_to_blame_though_others_may_end_before_
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("how", "code"), [("raises", 1), ("exits", 5)])
 def test_a_rank_that_takes_long_to_end_is_to_blame_for_those_that_lost_it(
     launcher: Launcher, how: str, code: int

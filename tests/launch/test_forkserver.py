@@ -159,7 +159,7 @@ def test_launcher_and_guardian_killed_together_leave_nobody(launcher: Launcher) 
     process = launcher.start("run", "-n", 2, "family.py", **ALONE)
     read_until(process, "[0] ready", "[1] ready")
     commands = {pid: pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() for pid in launcher.alive()}
-    (guardian,) = [pid for pid, command in commands.items() if b"guardian.py" in command]
+    (guardian,) = [pid for pid, command in commands.items() if b"reaper.py" in command]
     for pid in (guardian, process.pid):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=20)

@@ -275,6 +275,6 @@ def test_a_launcher_inside_a_rank_dies_with_the_outer_run(launcher: Launcher) ->
 
 def guardian_of(launcher: Launcher) -> int:
     for pid in launcher.alive():
-        if b"guardian.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     raise AssertionError("no guardian")

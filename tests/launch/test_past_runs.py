@@ -228,7 +228,7 @@ def test_none_of_these_commands_imports_torch(make: Make) -> None:
     for name in ("a", "b"):
         remember(Path(make(name, end={}).path))
     code = (
-        "import sys, hora.cli.main\nfrom hora.launch import past\nfrom click.testing import CliRunner\n"
+        "import sys, hora.cli.main\nfrom hora.cli import runs as past\nfrom click.testing import CliRunner\n"
         "for words in (['a'], ['a', '--json']): assert CliRunner().invoke(past.show, words).exit_code == 0\n"
         "assert CliRunner().invoke(past.runs, []).exit_code == 0\n"
         "done = CliRunner().invoke(past.compare, ['a', 'b']); assert done.exit_code == 0, done.output\n"

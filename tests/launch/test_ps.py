@@ -36,6 +36,7 @@ def ours(err: str) -> list[str]:
 # -- roles -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("workers", "servers", "strategy"),
     [
@@ -170,6 +171,7 @@ def test_workers_killed_at_random_steps_cost_no_acknowledged_update_and_no_sampl
     assert all(done[n] + last[n] >= 2 for n in range(300)), "a sample of the two epochs is missing"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("fault", ["kill-between", "kill-after"])
 def test_a_run_that_saves_after_it_lost_a_worker_is_restored(launcher: Launcher, tmp_path: Path, fault: str) -> None:
     arguments = ["run", "-n", 3, "--servers", 1, *ASYNC, "ps_train.py", "--save", tmp_path / "kept", "--pause", 0.005]
@@ -227,6 +229,7 @@ def _pid_of(launcher: Launcher, role: str, rank: int) -> int:
 # -- joining ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("servers", ["1", "colocated"])
 def test_a_worker_joins_a_run_takes_its_part_and_both_end_well(
     launcher: Launcher, tmp_path: Path, servers: str
@@ -291,6 +294,7 @@ def test_a_nan_in_async_is_named_and_ends_the_run(launcher: Launcher) -> None:
     assert "is not finite" in done.stderr.splitlines()[-1] and "hora: rank 1 " in done.stderr
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("strategy", ["ps", "ps:mode=async"])
 def test_a_nan_is_skipped_where_that_is_wanted(launcher: Launcher, strategy: str) -> None:
     done = launcher.run("run", "-n", 2, "--servers", 1, "--strategy", strategy, "ps_train.py", "--fault", "nan-skip",
@@ -325,6 +329,7 @@ def test_max_steps_under_async_ends_all(launcher: Launcher) -> None:
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("strategy", ["ps:mode=async", "ps", "ring"])
 def test_a_dataset_that_lies_with_one_worker_is_handed_out(launcher: Launcher, strategy: str) -> None:
     servers = ["--servers", 1] if strategy.startswith("ps") else []

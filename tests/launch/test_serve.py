@@ -48,6 +48,7 @@ def written(path: Path) -> dict[int, list[list[float]]]:
     return dict(json.loads(line) for line in path.read_text().splitlines())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -87,6 +88,7 @@ def test_under_async_an_answer_carries_the_lowest_version_and_the_spread(launche
     assert all(0 <= answer["spread"] < 50 for answer in answers)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("source", ["average", "newest"])
 def test_answers_do_not_wait_for_a_round_and_say_which_it_was(launcher: Launcher, tmp_path: Path, source: str) -> None:
     enough = tmp_path / "enough"
@@ -141,6 +143,7 @@ def _role(pid: int) -> str:
     return ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

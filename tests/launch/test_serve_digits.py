@@ -30,6 +30,7 @@ def kept(folder: Path, name: object) -> torch.Tensor:
     return torch.frombuffer(bytearray((folder / str(name)).read_bytes()), dtype=torch.float32).view(-1, 10)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -22,6 +22,7 @@ def ends(text: str) -> list[tuple[int, int, str]]:
     return [(int(step), int(size), digest) for step, size, digest in found]
 
 
+@pytest.mark.full
 def test_one_rank_under_the_launcher_trains_as_python_alone_does(launcher: Launcher) -> None:
     plain = subprocess.run(
         [sys.executable, SCRIPTS / "train_plain.py"], env=launcher.env, capture_output=True, text=True, timeout=40

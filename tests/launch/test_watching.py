@@ -50,6 +50,7 @@ def page_of(process: Any) -> tuple[str, str]:
     raise AssertionError("no page was announced")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("strategy", ["ring", "ps:mode=async", "local:every=4"])
 def test_a_run_leaves_its_curve_its_counts_and_a_summary(launcher: Launcher, tmp_path: Path, strategy: str) -> None:
     folder = tmp_path / "run"

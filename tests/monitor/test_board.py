@@ -14,7 +14,7 @@ from hora.strategies import parse
 
 
 def board(strategy: str = "ring", size: int = 2) -> RunState:
-    return RunState(run="r", size=size, strategy=strategy, synchronous=parse(strategy).synchronous)
+    return RunState(run="r", size=size, strategy=strategy, synchronous=not strategy or parse(strategy).synchronous)
 
 
 def train(
@@ -422,7 +422,7 @@ def test_text_that_utf8_cannot_say_can_be_kept() -> None:
 
 def test_what_is_settled_later_changes_what_waiting_is() -> None:
     run = board("")
-    run.settle(strategy="ps:mode=async", algorithm="ring", serving="http://127.0.0.1:8000")
+    run.settle(strategy="ps:mode=async", synchronous=False, algorithm="ring", serving="http://127.0.0.1:8000")
     run.settle(strategy="", algorithm="", serving="")
     shown = run.now(0.0)
     assert (shown.strategy, shown.algorithm, shown.serving, shown.state) == ("ps:mode=async", "ring", "", "starting")

@@ -194,9 +194,9 @@ def test_a_killed_writers_memory_can_be_read(tmp_path: pathlib.Path, path: str) 
 import os, signal, sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from told import row, work, worker
-from hora.monitor.run_state import Board
-from hora.runs.database import Memory
-board, memory = Board(), Memory({path!r}, print)
+from hora.monitor.run_state import RunState
+from hora.runs.database import RunDatabase
+board, memory = RunState(), RunDatabase({path!r}, print)
 for step in range(1, 30):
     board.hear(worker(0), work(step, rows=[row(step, loss=1.0)]), step * 0.1)
     memory.write(board)
@@ -227,8 +227,8 @@ def test_an_open_reader_goes_on_to_the_next_run_in_the_directory(path: str) -> N
 
 CHECKER = """
 import sys
-from hora.runs.reader import Reading
-reading, versions, version, points = Reading(sys.argv[1]), set(), 0, {}
+from hora.runs.reader import RunReader
+reading, versions, version, points = RunReader(sys.argv[1]), set(), 0, {}
 print("ready", flush=True)
 while True:
     before = version
@@ -474,9 +474,9 @@ def test_who_may_only_read_can_read_a_killed_runs_memory(tmp_path: pathlib.Path,
             each.chmod(each.stat().st_mode | 0o055)
     script = f"""
 import os
-from hora.runs.reader import Reading
+from hora.runs.reader import RunReader
 os.setgid(65534); os.setuid(65534)
-print(Reading({str(folder / "memory.sqlite")!r}).version())
+print(RunReader({str(folder / "memory.sqlite")!r}).version())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr

@@ -77,11 +77,11 @@ def test_neither_torch_nor_tensorflow_is_imported(tmp_path: pathlib.Path) -> Non
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from told import row, work, worker
-from hora.monitor.run_state import Board
+from hora.monitor.run_state import RunState
 from hora.monitor.tensorboard import TensorBoard
 files = TensorBoard({str(tmp_path)!r}, print)
 assert "tensorboard" not in sys.modules
-board = Board()
+board = RunState()
 board.hear(worker(0), work(1, rows=[row(1, loss=1.0)]), 1.0)
 files.write(board.take_rows(), board, board.now(1.0))
 files.close()

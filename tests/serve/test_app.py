@@ -289,7 +289,7 @@ def test_a_compressed_body_is_refused(place: Place) -> None:
 
 def test_a_mistake_of_our_own_is_a_500_without_its_secrets(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(app_module.plain, "encode", lambda *_: 1 / 0)
+        patch.setattr(app_module.plain_json, "encode", lambda *_: 1 / 0)
         status, said = place.predict(ROWS)
     assert status == 500 and "ZeroDivisionError" in sentence(said) and "division by" not in said["error"]
 

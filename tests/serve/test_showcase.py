@@ -40,6 +40,7 @@ def read_one(showcase: SnapshotBuffer, at_least: int) -> ParameterVersion:
         time.sleep(0)
 
 
+@pytest.mark.full
 def test_a_reader_never_sees_half_of_what_a_hammering_writer_publishes() -> None:
     showcase = SnapshotBuffer.create(*tensors(), entries())
     writer = hammer(showcase)
@@ -54,6 +55,7 @@ def test_a_reader_never_sees_half_of_what_a_hammering_writer_publishes() -> None
     assert steps == sorted(steps) and len(set(steps)) > 100
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("fatal", [1, 2, 7])
 def test_a_writer_that_dies_half_way_leaves_the_step_before(fatal: int) -> None:
     showcase = SnapshotBuffer.create(*tensors(), entries())

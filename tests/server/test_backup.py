@@ -57,6 +57,7 @@ def run(world: World, seed: int) -> SyncChecker:
     return checker
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("batch", range(6))
 def test_exactly_b_gradients_are_left_out_of_each_step_and_each_is_said(batch: int) -> None:
     dropped = 0
@@ -88,6 +89,7 @@ def test_one_that_is_always_slow_is_always_dropped_and_holds_nobody_up() -> None
         assert taken <= 3 and len([1 for rank, _ in checker.dropped if rank == 2]) >= taken - 1, f"seed {seed}"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("heard", [False, True])
 def test_one_that_is_never_heard_of_again_holds_nobody_up(heard: bool) -> None:
     """Killed in the middle of pushing; the servers learn of it, or do not."""

@@ -31,12 +31,14 @@ def run(seed: int, rules: Rules, *, lively: bool = True, **options: Any) -> Asyn
     return checker
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_async_loses_no_update_and_applies_none_twice(batch: int) -> None:
     for seed in range(batch * 50, batch * 50 + 50):
         run(seed, Rules(mode="async"))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_ssp_never_exceeds_its_bound_and_nobody_waits_for_ever(batch: int) -> None:
     for seed in range(batch * 50, batch * 50 + 50):

@@ -100,6 +100,7 @@ def pile(
     given.begin = {"weight": float(weights[-1]), "total": float(sum(weights)), "count": num_backwards}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_sync_equals_the_sequential_reference(kind: str) -> None:
     """One to four workers, one to three servers; blocks without a gradient on some workers or on all."""

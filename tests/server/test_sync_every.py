@@ -22,6 +22,7 @@ def run(seed: int, plans: list[Plan], every: int, num_servers: int) -> MeetingCh
     return checker
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("batch", range(8))
 def test_all_that_train_hold_the_same_bits_after_every_kth_step(batch: int) -> None:
     """Some rest, leave, come later, or are killed, also while the others wait for them."""
@@ -44,6 +45,7 @@ def test_all_present_come_together_at_every_kth_step() -> None:
         assert checker.met == dict.fromkeys(range(every, 7, every), num_workers), f"seed {seed}"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("end", ["rest", "bye", "killed"])
 def test_one_that_never_comes_to_the_meeting_is_not_waited_for(end: str) -> None:
     for seed in range(60):

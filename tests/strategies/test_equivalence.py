@@ -71,6 +71,7 @@ def whole_batch(optimizer: str) -> list[torch.Tensor]:
     return train(1, "shared", optimizer=optimizer, width=192)[0]
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(
     ("optimizer", "size"), [("sgd", 2), ("momentum", 3), ("adam", 4), ("adamw", 2), ("adamw", 3), ("adamw", 4)]
 )

@@ -71,6 +71,7 @@ STRATEGIES = ["local:every=4", "local:every=4,state=average", "local:every=4,sta
               "diloco:every=4,wire=bf16,fragments=2"]  # fmt: skip
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "middle"),
     [*((strategy, "adamw", middle) for strategy in STRATEGIES for middle in (10, 18)),

@@ -677,6 +677,7 @@ def test_skip_leaves_out_the_step_of_one_worker_and_its_samples(strategy: str) -
         assert_same(found, local(crew, 9, 3))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("strategy", ["local:every=4", "diloco:every=4", "diloco:every=4,wire=int8",
                                       "diloco:every=4,wire=bf16", "diloco:every=4,fragments=2"])  # fmt: skip
 @pytest.mark.parametrize("value", [NAN, float("inf")])

@@ -565,7 +565,8 @@ def test_a_gradient_that_nobody_else_holds_is_not_copied(
 ) -> None:
     found: list[bool] = []
     monkeypatch.setattr(
-        "hora.strategies.allreduce.replicated.is_alone", lambda grad: found.append(is_sole_owner(grad)) or found[-1]
+        "hora.strategies.allreduce.replicated.is_sole_owner",
+        lambda grad: found.append(is_sole_owner(grad)) or found[-1],
     )
 
     def work(group: Any) -> None:
@@ -763,6 +764,7 @@ def test_a_backward_that_ran_wholly_inside_of_checkpoints_is_exchanged_before_th
     same(script, strategy)
 
 
+@pytest.mark.cases(1)
 @family
 @pytest.mark.parametrize("order", ["compiled, then prepared", "prepared, then compiled"])
 def test_a_compiled_model_trains_as_it_is(strategy: str, order: str) -> None:

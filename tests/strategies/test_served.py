@@ -91,6 +91,7 @@ SAME = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(14)
 @pytest.mark.parametrize("check", SAME, ids=lambda check: check.__name__.removeprefix("test_"))
 def test_what_holds_for_the_all_reduce_family_holds_for_servers(check: Callable[..., None]) -> None:
     """Each case on one server, or two, or two that are reached over TCP."""
@@ -107,6 +108,7 @@ THROUGH = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("check", THROUGH, ids=lambda check: check.__name__.removeprefix("test_"))
 @pytest.mark.parametrize(("strategy", "transport"), [("ps/2", "memory"), ("ps/1tcp", "tcp")])
 def test_what_holds_over_any_transport_holds_for_servers(
@@ -136,6 +138,7 @@ def all_optimizers(one: Any, steps: int = 50) -> list[torch.Tensor]:
     return parameters_of(*models)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("size", "strategy"),
     [(1, "ps/1"), (2, "ps/1"), (2, "ps/2"), (2, "ps/2tcp"), (3, "ps/3"), (3, "ps/1tcp"), (4, "ps/2"), (4, "ps/3tcp")],

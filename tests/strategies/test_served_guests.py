@@ -29,6 +29,7 @@ from workers import CLOSE, data, mse, net, state
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize(
     ("first", "second"),

@@ -223,6 +223,7 @@ def test_encoded_pushes_are_smaller_and_what_is_sent_is_what_counts(
     assert sum(each[1] for each in found) == came
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("wire", ["wire=fp16", "wire=bf16", "wire=int8", "wire=topk,topk=0.1"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_training_with_encoded_pushes_comes_where_plain_pushes_come(wire: str, mode: str) -> None:

@@ -81,6 +81,7 @@ class Track:
 # -- who waits for whom ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("servers", ["1", "2", "2tcp"])
 @pytest.mark.parametrize(("mode", "lead"), [("sync", 1), ("ssp,staleness=0", 1), ("ssp,staleness=2", 3),
                                             ("ssp,staleness=5", 6)])  # fmt: skip

@@ -181,6 +181,7 @@ def test_what_was_sent_before_leaving_is_still_received(transport: str) -> None:
     assert started.errors == [None, None]
 
 
+@pytest.mark.cases(2)
 def test_groups_that_were_closed_leave_no_thread_and_no_open_file(transport: str) -> None:
     algorithm = "engine" if transport == "engine" else "ring"
 

@@ -116,8 +116,8 @@ def test_another_network_namespace_is_another_host(windows: tuple[FdPassing, FdP
     if not allowed:
         pytest.skip("this machine does not let us make a network namespace")
     script = (
-        "import sys; from hora.net.fd_passing import Passing\n"
-        f"window = Passing({TOKEN!r})\n"
+        "import sys; from hora.net.fd_passing import FdPassing\n"
+        f"window = FdPassing({TOKEN!r})\n"
         "try: window.reach(sys.argv[1], 5.0).close(); print('same host')\n"
         "except ConnectionError: print('another host')"
     )

@@ -59,7 +59,7 @@ class HoraGroup(click.Group):
     """The package's own commands, and `claims`, which comes with hora_benchmarks."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*self.commands, *(["claims"] if plugins.command("claims") is not None else [])])
+        return [*self.commands, *(["claims"] if plugins.command("claims") is not None else [])]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         found = self.commands.get(name)

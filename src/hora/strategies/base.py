@@ -33,8 +33,6 @@ class Strategy:
     name: ClassVar[str]
     unit: ClassVar[str] = "step"  # what workers synchronise after: every step, or a round of steps of their own
     may_use_servers: ClassVar[bool] = False
-    backend: ClassVar[str] = "auto"  # of the collectives: gloo, nccl, mpi; auto chooses by device
-    deterministic: ClassVar[bool] = False  # algorithms are chosen by fixed thresholds, not by measurement
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
@@ -44,6 +42,16 @@ class Strategy:
     def topology(self) -> str:
         """How the dashboard draws the run: ring, star, tree, halving, shared, engine, ps, rounds; auto is as chosen."""
         return self.name
+
+    @property
+    def backend(self) -> str:
+        """Of the collectives: gloo, nccl, mpi; auto chooses by device."""
+        return "auto"
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether algorithms are chosen by fixed thresholds, not by measurement."""
+        return False
 
     @property
     def uses_servers(self) -> bool:

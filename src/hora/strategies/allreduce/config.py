@@ -65,7 +65,7 @@ class Auto(AllReduce):
     """Rank 0 picks the algorithm by size, place and measurement; `deterministic` uses fixed thresholds instead."""
 
     name: ClassVar[str] = "auto"
-    deterministic: bool = False  # type: ignore[misc]
+    deterministic: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class Engine(AllReduce):
     """The engine's own all-reduce: `backend` is gloo, nccl or mpi; auto takes nccl for CUDA tensors, else gloo."""
 
     name: ClassVar[str] = "engine"
-    backend: str = "auto"  # type: ignore[misc]
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

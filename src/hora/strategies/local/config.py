@@ -40,11 +40,6 @@ class RoundStrategy(Strategy):
     """
 
     unit: ClassVar[str] = "round"
-    via: ClassVar[str] = "workers"
-    outer_lr: ClassVar[float] = 1.0  # the anchor becomes the mean of the workers' parameters
-    outer_momentum: ClassVar[float] = 0.0
-    fragments: ClassVar[int] = 1
-    overlap: ClassVar[int] = 0
 
     every: str | int = 8
     warmup: int = 0
@@ -74,6 +69,30 @@ class RoundStrategy(Strategy):
     @property
     def topology(self) -> str:
         return "rounds"
+
+    @property
+    def via(self) -> str:
+        """Who takes the mean: the workers, or servers (ps)."""
+        return "workers"
+
+    @property
+    def outer_lr(self) -> float:
+        """Of the step from the anchor along the mean pseudo-gradient; 1 makes the anchor the workers' mean."""
+        return 1.0
+
+    @property
+    def outer_momentum(self) -> float:
+        return 0.0
+
+    @property
+    def fragments(self) -> int:
+        """In how many parts a round averages the model."""
+        return 1
+
+    @property
+    def overlap(self) -> int:
+        """How many steps are taken while a fragment is averaged."""
+        return 0
 
     @property
     def averages_differences(self) -> bool:
@@ -116,7 +135,7 @@ class LocalSGD(RoundStrategy):
     name: ClassVar[str] = "local"
     may_use_servers: ClassVar[bool] = True
 
-    via: str = "workers"  # type: ignore[misc]
+    via: str = "workers"
     barrier: bool = True
     block_bytes: int = BLOCK_BYTES
 
@@ -189,10 +208,10 @@ class DiLoCo(RoundStrategy):
     name: ClassVar[str] = "diloco"
 
     every: str | int = 32
-    outer_lr: float = 0.7  # type: ignore[misc]
-    outer_momentum: float = 0.9  # type: ignore[misc]
-    fragments: int = 1  # type: ignore[misc]
-    overlap: int = 0  # type: ignore[misc]
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 1
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
