@@ -1,4 +1,4 @@
-"""The house: imports point one way, a public class name has one meaning, and no file or class grows beyond a sitting."""
+"""The house: imports point one way, a public class name has one meaning, no file or class is too long."""
 
 from __future__ import annotations
 

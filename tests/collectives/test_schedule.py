@@ -11,9 +11,9 @@ import pytest
 from hora.collectives.schedule import (
     SCHEDULES,
     Schedule,
+    ScheduledTransfer,
     ScheduleStep,
     State,
-    Transfer,
     bounds,
     ceil_log2,
     halving,
@@ -114,13 +114,13 @@ def test_adding_twice_is_caught() -> None:
 
 
 def test_losing_a_contribution_is_caught() -> None:
-    overwrite = ScheduleStep("bad", (Transfer(1, 0, 0, 1, reduce=False),))
+    overwrite = ScheduleStep("bad", (ScheduledTransfer(1, 0, 0, 1, reduce=False),))
     with pytest.raises(AssertionError, match=r"rank 0 would lose \[0\]"):
         list(simulate(Schedule("bad", 2, 1, (overwrite,))))
 
 
 def test_two_writes_to_one_chunk_in_one_step_are_caught() -> None:
-    both = ScheduleStep("bad", (Transfer(1, 0, 0, 1, reduce=True), Transfer(2, 0, 0, 1, reduce=True)))
+    both = ScheduleStep("bad", (ScheduledTransfer(1, 0, 0, 1, reduce=True), ScheduledTransfer(2, 0, 0, 1, reduce=True)))
     with pytest.raises(AssertionError, match="written twice"):
         list(simulate(Schedule("bad", 3, 1, (both,))))
 

@@ -35,7 +35,7 @@ lines = pytest.mark.parametrize("strategy", LINES)
 def cases(check: Callable[..., None]) -> Iterator[dict[str, Any]]:
     """What a test is parametrised with, but for its strategy and transport: every pair of values."""
     axes = []
-    for mark in getattr(check, "pytestmark", []):
+    for mark in [mark for mark in getattr(check, "pytestmark", []) if mark.name == "parametrize"]:
         names = [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
         if not {"strategy", "transport", "bucket_bytes"} & set(names):
             axes.append(

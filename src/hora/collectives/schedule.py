@@ -43,7 +43,7 @@ def ceil_log2(n: int) -> int:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class ScheduledTransfer:
     """One message: chunks [start, stop) from source to target, added to what is there (`reduce`) or replacing it."""
 
     source: int
@@ -62,7 +62,7 @@ class ScheduleStep:
     """Transfers that happen at the same time, ordered by source rank."""
 
     phase: str
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[ScheduledTransfer, ...]
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,15 @@ class Schedule:
         return sum(len(step.transfers) for step in self.steps)
 
     @property
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[ScheduledTransfer, ...]:
         """All messages, in the order of the steps."""
         return tuple(transfer for step in self.steps for transfer in step.transfers)
 
-    def sends(self, rank: int) -> tuple[Transfer, ...]:
+    def sends(self, rank: int) -> tuple[ScheduledTransfer, ...]:
         """What this rank sends, in order."""
         return tuple(transfer for transfer in self.transfers if transfer.source == rank)
 
-    def receives(self, rank: int) -> tuple[Transfer, ...]:
+    def receives(self, rank: int) -> tuple[ScheduledTransfer, ...]:
         """What this rank receives, in order."""
         return tuple(transfer for transfer in self.transfers if transfer.target == rank)
 
@@ -135,8 +135,8 @@ def star(n: int) -> Schedule:
     """
     _check(n)
     others = range(1, n)
-    inward = tuple(ScheduleStep("reduce at the root", (Transfer(r, 0, 0, 1, reduce=True),)) for r in others)
-    outward = tuple(ScheduleStep("send back", (Transfer(0, r, 0, 1, reduce=False),)) for r in others)
+    inward = tuple(ScheduleStep("reduce at the root", (ScheduledTransfer(r, 0, 0, 1, reduce=True),)) for r in others)
+    outward = tuple(ScheduleStep("send back", (ScheduledTransfer(0, r, 0, 1, reduce=False),)) for r in others)
     return Schedule("star", n, 1, inward + outward)
 
 
@@ -157,7 +157,9 @@ def ring(n: int) -> Schedule:
 
     def step(phase: str, first: int, i: int, reduce: bool) -> ScheduleStep:
         sent = [(j + first - i) % n for j in range(n)]
-        return ScheduleStep(phase, tuple(Transfer(j, (j + 1) % n, sent[j], sent[j] + 1, reduce) for j in range(n)))
+        return ScheduleStep(
+            phase, tuple(ScheduledTransfer(j, (j + 1) % n, sent[j], sent[j] + 1, reduce) for j in range(n))
+        )
 
     scatter_reduce = tuple(step("scatter-reduce", 0, i, reduce=True) for i in range(n - 1))
     all_gather = tuple(step("all-gather", 1, i, reduce=False) for i in range(n - 1))
@@ -185,7 +187,8 @@ def tree(n: int) -> Schedule:
     up = _up(n)
     down = tuple(
         ScheduleStep(
-            "broadcast down", tuple(sorted((Transfer(t.target, t.source, 0, 1, False) for t in s.transfers), key=_by))
+            "broadcast down",
+            tuple(sorted((ScheduledTransfer(t.target, t.source, 0, 1, False) for t in s.transfers), key=_by)),
         )
         for s in reversed(up)
     )
@@ -216,8 +219,8 @@ def halving(n: int) -> Schedule:
     p = 1 << (n.bit_length() - 1)
     e = n - p
     participants = [r for r in range(n) if r >= 2 * e or r % 2 == 0]
-    fold_in = tuple(Transfer(2 * i + 1, 2 * i, 0, p, reduce=True) for i in range(e))
-    fold_out = tuple(Transfer(2 * i, 2 * i + 1, 0, p, reduce=False) for i in range(e))
+    fold_in = tuple(ScheduledTransfer(2 * i + 1, 2 * i, 0, p, reduce=True) for i in range(e))
+    fold_out = tuple(ScheduledTransfer(2 * i, 2 * i + 1, 0, p, reduce=False) for i in range(e))
 
     def exchange(phase: str, half: int, reduce: bool) -> ScheduleStep:
         transfers = []
@@ -226,7 +229,7 @@ def halving(n: int) -> Schedule:
             # The half of the shared range on v's own side starts at v with the lower bits cleared. Halving sends the
             # partner the partner's side; doubling sends it one's own.
             start = (partner if reduce else v) & -half
-            transfers.append(Transfer(rank, participants[partner], start, start + half, reduce))
+            transfers.append(ScheduledTransfer(rank, participants[partner], start, start + half, reduce))
         return ScheduleStep(phase, tuple(transfers))
 
     halves = [p >> (k + 1) for k in range(p.bit_length() - 1)]
@@ -240,7 +243,9 @@ def halving(n: int) -> Schedule:
 def reduce_serial(n: int) -> Schedule:
     """Everyone sends to rank 0, one after the other: n−1 steps, and the root receives and adds n−1 vectors."""
     _check(n)
-    steps = tuple(ScheduleStep("reduce at the root", (Transfer(r, 0, 0, 1, reduce=True),)) for r in range(1, n))
+    steps = tuple(
+        ScheduleStep("reduce at the root", (ScheduledTransfer(r, 0, 0, 1, reduce=True),)) for r in range(1, n)
+    )
     return Schedule("reduce-serial", n, 1, steps, root=0)
 
 
@@ -295,12 +300,14 @@ def simulate(schedule: Schedule) -> Iterator[State]:
 def _up(n: int) -> tuple[ScheduleStep, ...]:
     rounds = [1 << k for k in range(ceil_log2(n))]
     return tuple(
-        ScheduleStep("reduce up", tuple(Transfer(r, r - bit, 0, 1, reduce=True) for r in range(bit, n, 2 * bit)))
+        ScheduleStep(
+            "reduce up", tuple(ScheduledTransfer(r, r - bit, 0, 1, reduce=True) for r in range(bit, n, 2 * bit))
+        )
         for bit in rounds
     )
 
 
-def _by(transfer: Transfer) -> int:
+def _by(transfer: ScheduledTransfer) -> int:
     return transfer.source
 
 

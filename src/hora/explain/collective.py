@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from ..collectives import schedule as schedules
-from ..collectives.schedule import Schedule, State, Transfer
+from ..collectives.schedule import Schedule, ScheduledTransfer, State
 from .text import facts, heading, rule, title, wrap
 
 NAMES = ("ring", "tree", "halving", "star", "reduce")
@@ -104,7 +104,7 @@ def _walk(plan: Schedule, story: _Story) -> list[str]:
     return lines
 
 
-def _transfers(plan: Schedule, transfers: Sequence[Transfer], after: State) -> list[str]:
+def _transfers(plan: Schedule, transfers: Sequence[ScheduledTransfer], after: State) -> list[str]:
     """One line per transfer; with more than eight of them the short form, in columns."""
     short = len(transfers) > _EASY_RANKS
     digits = len(str(plan.ranks - 1))
@@ -130,7 +130,7 @@ def _transfers(plan: Schedule, transfers: Sequence[Transfer], after: State) -> l
     return ["  " + "".join(line.ljust(width) for line in lines[row::rows]) for row in range(rows)]
 
 
-def _payload(plan: Schedule, t: Transfer) -> str:
+def _payload(plan: Schedule, t: ScheduledTransfer) -> str:
     if plan.parts == 1:
         return "vector"
     return f"chunk {t.start}" if len(t.chunks) == 1 else f"chunks {t.start}–{t.stop - 1}"
