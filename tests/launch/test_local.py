@@ -8,13 +8,14 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from hora.runs import exit_codes
-from launching import SCRIPTS, Launcher, read_until
+from launching import LEAVE_S, SCRIPTS, Launcher, read_until
 
 
 def test_every_rank_runs_and_the_script_gets_its_arguments_untouched(launcher: Launcher) -> None:
@@ -208,6 +209,28 @@ def test_sigkill_of_the_launcher_during_the_start_leaves_no_process(launcher: La
     process.kill()
     assert launcher.wait_until_nobody(2.0) == []
     process.communicate(timeout=20)
+
+
+KILLED_AFTER_CONTROL = """
+import os, signal
+from hora.cli.main import main
+from hora.runs.run_directory import RunDirectory
+write = RunDirectory.open_control
+def write_and_die(self, **facts):
+    write(self, **facts)
+    os.kill(os.getpid(), signal.SIGKILL)
+RunDirectory.open_control = write_and_die
+main(["run", "-n", "2", "wait.py"])
+"""
+
+
+def test_a_launcher_killed_right_after_it_wrote_the_token_leaves_no_token(launcher: Launcher, tmp_path: Path) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(KILLED_AFTER_CONTROL)
+    killed = subprocess.run([sys.executable, script], cwd=SCRIPTS, env=launcher.env, capture_output=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert launcher.wait_until_nobody(LEAVE_S) == []
+    assert list(launcher.state.rglob("run.json")) and list(launcher.state.rglob("control")) == []
 
 
 def test_what_a_rank_leaves_behind_ends_with_the_run(launcher: Launcher) -> None:

@@ -49,7 +49,13 @@ class RunDisplay:
 
     @classmethod
     def of_run(
-        cls, config: RunConfig, record: RunDirectory, screen: Screen, wake: SignalPipe, facts: dict[str, object]
+        cls,
+        config: RunConfig,
+        record: RunDirectory,
+        screen: Screen,
+        wake: SignalPipe,
+        facts: dict[str, object],
+        make_folder: Callable[[str], str],
     ) -> RunDisplay:
         """ValueError if the run's directory is another version's, or something that was asked for is not there."""
         from hora.launch.monitor import RunMonitor
@@ -65,6 +71,7 @@ class RunDisplay:
             warn=wake.post,
             say=wake.post if config.progress != "off" else lambda text: None,
             tensorboard_dir=config.tensorboard,
+            make_folder=make_folder,
         )
         if config.dashboard != "off":
             try:
@@ -75,11 +82,6 @@ class RunDisplay:
             taken = f"port {config.dashboard} is taken; " if show.bell.moved else ""
             screen.say(f"{taken}page {show.bell.address(record.name)}")
         return show
-
-    @property
-    def temporary(self) -> str | None:
-        """A folder of this launch's own that is to go with it."""
-        return self.watcher.temporary if self.watcher is not None else None
 
     def watch(self, service: CoordinatorService) -> None:
         """From now on the coordinator tells the watcher."""

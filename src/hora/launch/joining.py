@@ -24,7 +24,7 @@ from ..terminal.screen import Screen, make_log_dir, open_standard_descriptors
 from .config import RunConfig
 from .display import RunDisplay
 from .forkserver.client import ForkServer, preloaded
-from .local import conduct, facts
+from .local import conduct, facts, open_reaper
 from .process_set import ProcessSet, Seat, common_environment
 from .signal_pipe import SignalPipe
 from .supervisor import LaunchContext
@@ -121,6 +121,7 @@ def join(config: RunConfig) -> int:
     with SignalPipe() as wake, contextlib.ExitStack() as undo:
         forks = ForkServer(common_environment(config, crew, run_id), preloaded(config))
         undo.callback(forks.close)
+        reaper = open_reaper(run_id, undo)
         make_log_dir(config.log_dir)
         record = RunDirectory(directory=beside, name=f"{found.name}-join-{first}", warn=screen.say)
         undo.callback(record.close)
@@ -136,6 +137,7 @@ def join(config: RunConfig) -> int:
             screen=screen,
             wake=wake,
             show=RunDisplay(),
+            reaper=reaper,
             forks=forks,
         )
         return conduct(stage, undo)

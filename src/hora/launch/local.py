@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -69,6 +68,7 @@ def open_stage(
     sites: HostSet | None = None,
 ) -> LaunchContext:
     """What a run of our own coordinator needs to be seen and found; `notes` are said first."""
+    reaper = open_reaper(run_id, undo)
     make_log_dir(config.log_dir)
     record = RunDirectory(directory=config.run_dir, name=config.name, warn=screen.say)
     undo.callback(record.close)
@@ -77,10 +77,12 @@ def open_stage(
     about = facts(config, run_id)
     if sites is not None:
         about["on"] = {site.name: site.address for site in sites.all}
-    show = RunDisplay.of_run(config, record, screen, wake, about)
+    show = RunDisplay.of_run(config, record, screen, wake, about, reaper.folder)
     undo.callback(show.close)
     show.watch(desk)
     record.begin(about)
+    if record.control_path is not None:
+        reaper.file(record.control_path)  # before it exists: a launcher killed right after writing it leaves no token
     record.open_control(run=run_id, address=desk.address, token=token)
     return LaunchContext(
         config=config,
@@ -92,23 +94,25 @@ def open_stage(
         screen=screen,
         wake=wake,
         show=show,
+        reaper=reaper,
         forks=forks,
         sites=sites,
     )
 
 
+def open_reaper(run_id: str, undo: contextlib.ExitStack) -> Reaper:
+    """The reaper of a run. It is told of every file and folder before that exists, and it is the last to end."""
+    reaper = Reaper(run_id)
+    undo.callback(reaper.done)
+    return reaper
+
+
 def conduct(stage: LaunchContext, undo: contextlib.ExitStack) -> int:
     """Starts the crew, sees it to its end, undoes what was set up, writes the record and says the last word."""
     started_at = time.monotonic()
-    guardian = Reaper(stage.run_id)
-    undo.callback(guardian.done)
-    scratch = tempfile.mkdtemp(prefix="hora-")
+    scratch = stage.reaper.folder("hora-")
     undo.callback(shutil.rmtree, scratch, ignore_errors=True)
-    guardian.file(scratch)
-    for path in (stage.record.control_path, stage.show.temporary):
-        if path is not None:
-            guardian.file(path)
-    launch = Supervisor(stage, scratch, guardian)
+    launch = Supervisor(stage, scratch)
     outcome = launch.supervise()
     if stage.sites is not None:
         missing = stage.sites.finish(os.path.join(scratch, TRACE) if stage.config.trace else None)

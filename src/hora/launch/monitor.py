@@ -57,6 +57,7 @@ class RunMonitor:
         warn: Callable[[str], None],
         say: Callable[[str], None],
         tensorboard_dir: str | None = None,
+        make_folder: Callable[[str], str] = lambda prefix: tempfile.mkdtemp(prefix=prefix),
     ) -> None:
         self._began_at = time.monotonic()
         self._warn, self._say = warn, say
@@ -67,7 +68,7 @@ class RunMonitor:
         self._board.settle(**_described(strategy))
         self._events = TensorBoard(tensorboard_dir, self._warn_once) if tensorboard_dir is not None else None
         self.temporary: str | None = None
-        self._memory, self.directory = self._open_memory(run_directory)
+        self._memory, self.directory = self._open_memory(run_directory, make_folder)
         self._memory.keep("config", dict(config_facts))
         self._lines: JsonLines | None = None
         if run_directory is not None and self.directory == run_directory and not self._memory.failed:
@@ -216,14 +217,14 @@ class RunMonitor:
 
     # -- disks -------------------------------------------------------------------------------------------------------
 
-    def _open_memory(self, directory: str | None) -> tuple[RunDatabase, str]:
+    def _open_memory(self, directory: str | None, make_folder: Callable[[str], str]) -> tuple[RunDatabase, str]:
         if directory is not None:
             kept = RunDatabase(os.path.join(directory, database.NAME), self._warn_once)
             if not kept.failed:
                 return kept, directory
         place = directory or tempfile.gettempdir()
         with contextlib.suppress(OSError):
-            place = self.temporary = tempfile.mkdtemp(prefix="hora-watch-")
+            place = self.temporary = make_folder("hora-watch-")
         return RunDatabase(os.path.join(place, database.NAME), self._warn_once), place
 
     def _warn_once(self, text: str) -> None:

@@ -92,6 +92,7 @@ class LaunchContext:
     screen: Screen
     wake: SignalPipe
     show: RunDisplay
+    reaper: Reaper
     forks: ForkServer | None = None  # what starts the processes on this machine
     sites: HostSet | None = None  # other hosts, whose agents start the processes
 
@@ -99,12 +100,12 @@ class LaunchContext:
 class Supervisor:
     """The processes that one launcher starts and the loop over them."""
 
-    def __init__(self, stage: LaunchContext, scratch: str, guardian: Reaper) -> None:
+    def __init__(self, stage: LaunchContext, scratch: str) -> None:
         self._stage = stage
         self._config = stage.config
         self._desk = stage.desk
         self._scratch = scratch
-        self._guardian = guardian
+        self._guardian = stage.reaper
         self._screen = stage.screen
         self._wake = wake = stage.wake
         self._seats = stage.crew.seats

@@ -20,7 +20,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 
 import hora
@@ -314,8 +313,7 @@ class Agent:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // hello.processes)))
         os.environ.update({**OF_INTERPRETER, "HORA_HOST": hello.host})
         self._guardian = Reaper(hello.mark)
-        self._scratch = tempfile.mkdtemp(prefix="hora-")
-        self._guardian.file(self._scratch)
+        self._scratch = self._guardian.folder("hora-")
         self._forks = ForkServer(
             {**os.environ, "HORA_RUN": hello.mark}, tuple(hello.modules) if hello.processes > 1 else ()
         )
