@@ -17,7 +17,7 @@ import torch
 import ranks
 from hora.collectives import Group
 from hora.data import shard
-from hora.server.access import RunContext
+from hora.rendezvous.context import RunContext
 from hora.strategies import parse
 from hora.training import Training
 
@@ -36,7 +36,6 @@ def training(group: Group, strategy: str = "shared", history: str = "", **option
         options["access"] = RunContext(
             control=group._control,
             token=ranks.TOKEN,
-            name=group.transport.name_of(group.rank),
             rank=group.rank,
             size=group.size,
             num_servers=int(servers.removesuffix("tcp") or 1),

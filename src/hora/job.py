@@ -31,10 +31,9 @@ from .monitor.values import Histogram, checked
 from .net.machine import num_cores
 from .parameters.registry import ParameterRegistry
 from .rendezvous import environment
-from .rendezvous.environment import ProcessIdentity
-from .rendezvous.rendezvous import Rendezvous, rendezvous
+from .rendezvous.context import TIMEOUT_S, ProcessIdentity, RunContext
+from .rendezvous.rendezvous import rendezvous
 from .runs.exit_codes import ECHO_EXIT, SCRIPT_FAILED
-from .server.access import RunContext
 from .strategies import PS, Auto, LocalSGD, Strategy
 from .strategies.common.sync import CommStats
 from .training import Training, checkpointing, several
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 1800.0
 MEAN = "mean "  # the topic of a value that workers tell each other, and its number
 LINGER_S = 10.0  # a rank that hosts the coordinator stays this long for the others' goodbyes
 
@@ -63,57 +61,54 @@ class Job:
 
     def __init__(
         self,
-        identity: ProcessIdentity,
-        meeting: Rendezvous,
+        context: RunContext,
         world: World,
         strategy: Strategy,
         on_nonfinite: str | None = None,
-        access: RunContext | None = None,
     ) -> None:
         # Elsewhere it is None, which no user's code sees after `prepare`: whoever counts on a number is a worker.
-        self.rank: int = identity.rank if identity.role == "worker" else None  # type: ignore[assignment]
-        self.size = identity.size
-        self.local_rank = identity.local_rank
-        self.role = identity.role
+        self.rank: int = context.rank if context.role == "worker" else None  # type: ignore[assignment]
+        self.size = context.size
+        self.local_rank = context.local_rank
+        self.role = context.role
         self.strategy = strategy
         self.group: Group = world.group
-        self.training = Training(world.group, meeting.control, strategy, on_nonfinite, access)
-        self.training.max_steps = identity.max_steps
+        self._access = context if strategy.uses_servers else None
+        self.training = Training(world.group, context.control, strategy, on_nonfinite, self._access)
+        self.training.max_steps = context.max_steps
         self.training.stop_reason = lambda: world.stop_reason or self._stop_reason
         self._stop_reason: str | None = None
-        self._access = access
         self._desk = DataService(
-            control=meeting.control,
-            rank=identity.rank,
-            token=meeting.token,
-            bind=meeting.bind,
+            control=context.control,
+            rank=context.rank,
+            token=context.token,
+            bind=context.bind,
             leased=strategy.leased,
             last=self.training.last_epoch,
             idle=self.training.idle,
             timeout_s=world.timeout_s,
         )
-        self._progress = Progress() if identity.progress == "plain" and self.rank == 0 else None
-        if identity.watched and identity.role == "worker":
-            self.training.recorder = Recorder(self.training, meeting.control.report)
+        self._progress = Progress() if context.progress == "plain" and self.rank == 0 else None
+        if context.watched and context.role == "worker":
+            self.training.recorder = Recorder(self.training, context.control.report)
         self._logged = False
         self._means: list[Any] = []  # of values that workers tell each other
         self._told: collections.deque[CoordinatorEvent] = collections.deque(maxlen=1000)
         self._telling = threading.Lock()
         self.pid = os.getpid()
-        self.launcher = identity.launcher
-        self._meeting = meeting
+        self.launcher = context.launcher
+        self._context = context
         self._world = world
         self._failed = False
         self._closed = False
-        self._member = Member(identity.role, identity.rank, identity.host, os.getpid())
-        self._joined = identity.joined
+        self._joined = context.joined
         self._apart = False  # the workers of the launch are no longer all there
-        self._serving = identity.serve
+        self._serving = context.serve
         self._publisher: Publisher | None = None
         self._asked = False  # a predictor has come to `prepare`
         self._ended: set[int] = set()  # workers
         self._lost = ""  # why a server cannot go on: the coordinator's process is gone
-        meeting.control.listen(self._hear)
+        context.control.listen(self._hear)
 
     def _hear(self, event: CoordinatorEvent) -> None:
         if event.kind == "stop" and self._stop_reason is None:
@@ -133,10 +128,10 @@ class Job:
             return
         left = set(range(self.size)) - self._ended
         if left:  # a server would not hear of their ends any more
-            self._lost = f"{self._member}: lost {self._meeting.control.hosted_by}: the line to it broke: {reason}"
+            self._lost = f"{self._context.name}: lost {self._context.control.hosted_by}: the line to it broke: {reason}"
             for rank in left:
                 gone = Member("worker", rank, "?", 0)
-                self._meeting.control.hear(CoordinatorEvent(kind="died", generation=0, member=gone, text=reason))
+                self._context.control.hear(CoordinatorEvent(kind="died", generation=0, member=gone, text=reason))
 
     def __repr__(self) -> str:
         return f"<hora.Job {self.role} {self.rank} of {self.size}, strategy {self.strategy.spell()}>"
@@ -176,7 +171,7 @@ class Job:
         if self.role != "worker":
             raise SystemExit(0)  # a script that speaks to torch itself has nothing for a server or a predictor to do
         if self._joined:
-            raise HoraError(f"{self._member}: job.process_group() is for the workers that the run began with")
+            raise HoraError(f"{self._context.name}: job.process_group() is for the workers that the run began with")
         return self._world.torch_group(backend, self.device).group
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -214,7 +209,7 @@ class Job:
         training = self.training
         assert training.sync is not None
         if self._serving is not None:
-            control, token = self._meeting.control, self._meeting.token
+            control, token = self._context.control, self._context.token
             everybody = self._everybody_shows
             publisher = Publisher(self._serving, training.rank, training.sync, control, token, everybody)
             self._publisher = publisher
@@ -247,7 +242,7 @@ class Job:
             if ps is not None and ps[0].mode == "sync" and len(optimizers) > 1:
                 ps = None  # servers are at rest after each optimizer's part of a step, rank 0 knows when it is whole
             many = self._serving.source == "newest" or self._everybody_shows
-            run = predictor.ServedRun(self._meeting.control, self._meeting.token, self.size if many else 1, ps)
+            run = predictor.ServedRun(self._context.control, self._context.token, self.size if many else 1, ps)
             predictor.serve(self._serving, roster, predict, run)
         raise SystemExit(0)
 
@@ -332,7 +327,7 @@ class Job:
         together = sync is not None and sync.lockstep
         with self._telling:
             topic = f"{MEAN}{len(self._means)}"
-            made = make(self._meeting.control, self.rank, self.size, topic, together)
+            made = make(self._context.control, self.rank, self.size, topic, together)
             self._means.append(made)
             for event in [event for event in self._told if event.topic == topic]:  # by those who came first
                 made.hear(event)
@@ -384,10 +379,10 @@ class Job:
             return self._save_alone(path, keep)
 
     def _save_alone(self, directory: str, keep: int) -> str:
-        left = [member.rank for member in self._meeting.control.roll() if member.role == "worker"]
+        left = [member.rank for member in self._context.control.roll() if member.role == "worker"]
         if self.rank != min(left, default=self.rank):
             return ""
-        own = _own_world(self._member, self._world.timeout_s)
+        own = _own_world(self._context.member, self._world.timeout_s)
         try:
             return checkpointing.save(self.training, own.group, directory, self.strategy.spell(), keep)
         finally:
@@ -429,21 +424,21 @@ class Job:
             self.training.recorder.close()
         if not self._failed:
             with contextlib.suppress(HoraError):
-                self._meeting.control.leave()
+                self._context.control.leave()
             self.training.linger()
         if self._publisher is not None:
             self._publisher.close(well=not self._failed)
         self._world.close()
-        service = self._meeting.service
+        service = self._context.service
         if service is not None:
             deadline = time.monotonic() + LINGER_S
             while service.others_alive(self.rank) and time.monotonic() < deadline:
                 time.sleep(0.01)
             service.close()
-        self._meeting.control.close()
+        self._context.control.close()
         if unfinished:
             raise HoraError(
-                f"{self._member}: {unfinished}. Leave it with break, or end all workers with job.stop(reason)"
+                f"{self._context.name}: {unfinished}. Leave it with break, or end all workers with job.stop(reason)"
             )
 
     def _close_at_exit(self) -> None:
@@ -460,7 +455,7 @@ class Job:
         if not self._failed and not self._closed:
             self._failed = True
             with contextlib.suppress(HoraError):
-                self._meeting.control.fail(reason)
+                self._context.control.fail(reason)
 
 
 def init(
@@ -494,56 +489,53 @@ def init(
     if identity.servers and not chosen.uses_servers:
         able = ", ".join(name for name, kind in strategies.known().items() if kind.may_use_servers)
         raise ValueError(f"HORA_SERVERS={identity.servers}: strategy {chosen.name!r} uses none; with servers: {able}")
-    limit = identity.timeout_s or timeout_s or TIMEOUT_S
     if identity.trace and identity.role != "predictor":
         spans.open(identity.trace, identity.role, identity.rank, identity.host)
-    meeting = rendezvous(identity)
-    role = "worker" if identity.launcher == "alone" else identity.role  # alone, nobody else would form the run
-    member = Member(role, identity.rank, identity.host, os.getpid())
-    reply = meeting.control.join(member, _versions(), limit, identity.size, identity.servers or 0)
-    if identity.role != "worker" or identity.joined:  # it takes no part in the workers' collectives
-        world = _own_world(member, limit)
+    limit = identity.timeout_s or timeout_s or TIMEOUT_S
+    context = rendezvous(identity, timeout_s=limit, shared=transport in ("auto", "shm"))
+    reply = context.control.join(context.member, _versions(), limit, context.size, context.servers or 0)
+    if context.role != "worker" or context.joined:  # it takes no part in the workers' collectives
+        world = _own_world(context.member, limit)
     else:
         world = World(
-            meeting.control,
+            context.control,
             tuple(m for m in reply.members if m.role == "worker"),
-            identity.rank,
+            context.rank,
             reply.generation,
-            meeting.token,
-            bind=meeting.bind,
-            rate_bytes_per_s=identity.rate_bytes_per_s,
+            context.token,
+            bind=context.bind,
+            rate_bytes_per_s=context.rate_bytes_per_s,
             timeout_s=limit,
             transport=transport,
             algorithm=chosen.algorithm,
             backend=chosen.backend,
             deterministic=chosen.deterministic,
-            under_mpirun=identity.launcher == "mpirun",
+            under_mpirun=context.launcher == "mpirun",
         )
-    if identity.role == "worker" and identity.rank == 0:
-        meeting.control.put("strategy", chosen.spell().encode())
-    access = _access(identity, meeting, member, limit, transport) if chosen.uses_servers else None
-    job = _current = Job(identity, meeting, world, chosen, on_nonfinite, access)
-    if identity.joined:
-        job.training.begin_at(meeting.control.newest_epoch() or 0)
-    _label_records(identity)
-    if identity.rank == 0 and identity.role == "worker" and not identity.joined:
-        _advise_on_cores(identity)
-    if identity.rank == 0 and identity.role == "worker" and (late := interpreter.changed_too_late()):
+    if context.role == "worker" and context.rank == 0:
+        context.control.put("strategy", chosen.spell().encode())
+    job = _current = Job(context, world, chosen, on_nonfinite)
+    if context.joined:
+        job.training.begin_at(context.control.newest_epoch() or 0)
+    _label_records(context)
+    if context.rank == 0 and context.role == "worker" and not context.joined:
+        _advise_on_cores(context)
+    if context.rank == 0 and context.role == "worker" and (late := interpreter.changed_too_late()):
         log.warning(
             "the script sets %s, which has no effect: torch is imported before ranks are forked. Set it with "
             "hora run --env %s=%s, or start interpreters with hora run --no-fork",
             " and ".join(late), late[0], os.environ.get(late[0], ""),
         )  # fmt: skip
-    if identity.launcher != "alone":
+    if context.launcher != "alone":
         environment.take_rank()
-        _keep_scratch(identity.scratch)
+        _keep_scratch(context.scratch)
         _report_failures(job)
-    if meeting.service is not None:
-        os.register_at_fork(after_in_child=meeting.service.forget)
-    if isinstance(meeting.control, CoordinatorClient) and identity.launcher != "hora":
-        meeting.control.hosted_by = reply.members[0]
-        meeting.control.on_lost = job._lose_coordinator
-    if identity.role == "predictor" and identity.launcher == "alone":
+    if context.service is not None:
+        os.register_at_fork(after_in_child=context.service.forget)
+    if isinstance(context.control, CoordinatorClient) and context.launcher != "hora":
+        context.control.hosted_by = reply.members[0]
+        context.control.on_lost = job._lose_coordinator
+    if context.role == "predictor" and context.launcher == "alone":
         atexit.register(_complain_of_nothing, job)  # after `close`
     atexit.register(job._close_at_exit)
     return job
@@ -579,27 +571,6 @@ def _own_world(member: Member, timeout_s: float) -> World:
     me = Member("worker", 0, member.host, member.pid)
     line.join(me)
     return World(line, (me,), 0, 1, b"", timeout_s=timeout_s)
-
-
-def _access(
-    identity: ProcessIdentity, meeting: Rendezvous, member: Member, timeout_s: float, transport: str
-) -> RunContext:
-    """Without server processes the workers that were launched together host a server each."""
-    return RunContext(
-        control=meeting.control,
-        token=meeting.token,
-        name=str(member),
-        rank=identity.rank,
-        size=identity.size,
-        num_servers=identity.servers or identity.size,
-        colocated=identity.servers is None,
-        joined=identity.joined,
-        bind=meeting.bind,
-        timeout_s=timeout_s,
-        shared=transport in ("auto", "shm"),
-        history=identity.history,
-        watched=identity.watched,
-    )
 
 
 def _versions() -> str:

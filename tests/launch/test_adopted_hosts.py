@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(bool(OBSTACLE), reason=f"no network namespaces here: {OBSTACLE}"),
 ]
-NOTICE = r"ranks on several hosts meet at 10\.83\.0\.1:\d+ \(eth0\); HORA_INTERFACE chooses another"
+NOTICE = r"the coordinator listens for other hosts at 10\.83\.0\.1:\d+ \(eth0\); set HORA_INTERFACE for another address"
 
 
 @pytest.fixture
@@ -141,7 +141,10 @@ def test_a_coordinator_that_cannot_be_reached_is_named_with_the_way_out(
     first = by_hand(started, hosts, 0, 2, "agree.py", HORA_INTERFACE="10.84.0.1", HORA_TIMEOUT_S="80")
     ((code, out),) = said([by_hand(started, hosts, 1, 2, "agree.py")])
     assert code == 1 and first.poll() is None
-    assert re.search(r"rank 1 on host1 cannot reach the coordinator at 10\.84\.0\.1:\d+: .*HORA_INTERFACE names", out)
+    assert re.search(
+        r"rank 1 \(host host1, pid \d+\) cannot reach the coordinator at 10\.84\.0\.1:\d+: .*set HORA_INTERFACE to another",
+        out,
+    )
 
 
 # -- a host that disappears --------------------------------------------------------------------------------------------

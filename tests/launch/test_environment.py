@@ -11,7 +11,8 @@ import pytest
 from hora.errors import HoraError
 from hora.http.serve_config import ServeConfig
 from hora.rendezvous import environment
-from hora.rendezvous.environment import ProcessIdentity, read
+from hora.rendezvous.context import ProcessIdentity
+from hora.rendezvous.environment import read
 from hora.rendezvous.rendezvous import first_host, read_token_file, rendezvous
 
 HORA = {"HORA_RANK": "1", "HORA_SIZE": "2", "HORA_CONTROL": "127.0.0.1:5", "HORA_TOKEN_FD": "7", "HORA_RUN": "r"}
@@ -99,7 +100,7 @@ def test_a_rank_without_a_size_is_somebody_elses_variable() -> None:
 
 
 def test_a_rank_and_a_size_without_an_address_ask_for_one() -> None:
-    with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT: where do the ranks meet"):
+    with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT: set both to the address of rank 0"):
         read({"RANK": "0", "WORLD_SIZE": "2"})
 
 
@@ -189,7 +190,9 @@ def test_an_interface_may_be_named() -> None:
 
 
 def test_all_addresses_at_once_are_none_by_which_another_host_could_reach_us() -> None:
-    with pytest.raises(ValueError, match=r"HORA_BIND=0\.0\.0\.0 is no address .* HORA_INTERFACE"):
+    with pytest.raises(
+        ValueError, match=r"HORA_BIND=0\.0\.0\.0: .* cannot reach this process at that address.* HORA_INTERFACE"
+    ):
         rendezvous(read(TORCHRUN | {"HORA_BIND": "0.0.0.0"}))
 
 
@@ -220,7 +223,7 @@ def test_a_token_file_is_long_private_and_there(tmp_path: Path) -> None:
         read_token_file(str(path))
     path.write_bytes(b"t" * 32)
     path.chmod(0o640)
-    with pytest.raises(HoraError, match=f"can be read by others: chmod 600 {path}"):
+    with pytest.raises(HoraError, match=f"can be read by other users: chmod 600 {path}"):
         read_token_file(str(path))
     path.chmod(0o600)
     assert read_token_file(str(path)) == b"t" * 32

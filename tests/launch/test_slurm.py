@@ -66,4 +66,4 @@ def test_srun_on_two_nodes_meets_at_the_first_with_a_token_from_a_file(
     assert refused != 0 and "set HORA_TOKEN_FILE to a file of 32 random bytes" in why
     assert code == 0, out
     assert sorted(re.findall(r"agreed: rank (\d) of 4 under slurm over tcp", out)) == ["0", "1", "2", "3"]
-    assert len(re.findall(r"ranks on several hosts meet at 10\.83\.0\.1:\d+ \(eth0\)", out)) == 1
+    assert len(re.findall(r"the coordinator listens for other hosts at 10\.83\.0\.1:\d+ \(eth0\)", out)) == 1

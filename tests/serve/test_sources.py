@@ -14,6 +14,7 @@ from hora.errors import HoraError, OutOfMemory
 from hora.http.serve_config import ServeConfig, address_of, batch_of, every_of
 from hora.net.fd_passing import FdPassing
 from hora.parameters.registry import ParameterRegistry
+from hora.rendezvous.context import RunContext
 from hora.serve import publisher as publishing
 from hora.serve.inference_protocol import Signature
 from hora.serve.predictor import LiveWorkers
@@ -21,7 +22,6 @@ from hora.serve.publisher import Publisher, SnapshotOffer, note_signature
 from hora.serve.snapshot_buffer import SnapshotBuffer
 from hora.serve.source import ParameterVersion
 from hora.serve.sources import ServerSource, SnapshotSource
-from hora.server.access import RunContext
 from hora.server.block_memory import BlockMemory
 from hora.server.host import layout_of
 from hora.server.layout import BlockLayout
@@ -128,7 +128,7 @@ class Servers:
 
     def __init__(self, roster: ParameterRegistry, mode: str, num_servers: int = 2) -> None:
         line = LocalHub(1).line()
-        access = RunContext(control=line, token=b"", name="", rank=0, size=1, num_servers=num_servers)
+        access = RunContext(control=line, token=b"", rank=0, size=1, num_servers=num_servers)
         self.layout: BlockLayout = layout_of(roster, access, 1 << 20)
         self.memories = [BlockMemory(len(part.blocks), part.num_bytes) for part in self.layout.parts]
         self.servers = []

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Protocol
 
-from hora.rendezvous.names import NAMES
+from hora.rendezvous.environment import NAMES
 
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SETTINGS = ("HORA_RATE_BYTES_PER_S", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")

@@ -21,7 +21,7 @@ def gloo(job: Job) -> tuple[Call, Callable[[], None]]:
     import torch.distributed as dist
 
     circle = job.group.transport.circle
-    backend = TorchBackend(circle, job._meeting.control, "gloo", "127.0.0.1")
+    backend = TorchBackend(circle, job._context.control, "gloo", "127.0.0.1")
     group = backend._group
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]

@@ -21,7 +21,7 @@ from hora.coordinator.messages import AnyRequest, frame
 from hora.coordinator.state import Coordinator, Out
 from hora.launch import process_set
 from hora.launch.config import RunConfig
-from hora.rendezvous.names import NAMES
+from hora.rendezvous.environment import NAMES
 from hora.strategies import parse
 
 from ..bench.ps_crew import Answer, Crew

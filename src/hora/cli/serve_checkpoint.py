@@ -10,7 +10,7 @@ from typing import NoReturn
 from hora.http.serve_config import ServeConfig
 
 from ..launch.config import RunConfig
-from ..rendezvous.names import NAMES
+from ..rendezvous.environment import NAMES
 
 
 def serve(serving: ServeConfig, command: tuple[str, ...], module: bool) -> NoReturn:

@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from hora.http.serve_config import ServeConfig
 from hora.strategies import Strategy, known
 
-from ..rendezvous.environment import COLOCATED
-from ..rendezvous.names import NAMES
+from ..rendezvous.environment import COLOCATED, NAMES
 from ..runs.run_directory import NAME_PATTERN
 from .hosts.host import HostSpec
 

@@ -7,7 +7,7 @@ import os
 import tempfile
 
 from ..net.machine import num_cores
-from ..rendezvous.names import NAMES
+from ..rendezvous.environment import NAMES
 from .config import LOOPBACK, RunConfig
 
 TRACE = "trace"  # the folder of the spans within the scratch

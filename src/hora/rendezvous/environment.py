@@ -1,8 +1,7 @@
-"""Who am I in the run: the only place that reads the environment.
+"""Reads the launcher's environment variables into a ProcessIdentity. No other module reads who this process is.
 
-The environment says rank, size, role and where to meet; it never overrides an argument. Launchers are asked in this
-order, since the inner one knows better: Hora's own, torchrun, mpirun, a Slurm step; without any of them: a world of
-one.
+Launchers are tried in this order, the innermost first: Hora's own, torchrun, mpirun, a Slurm step. Without any of them
+the process is a run of its own. The environment never overrides an argument.
 """
 
 from __future__ import annotations
@@ -10,79 +9,50 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import socket
 from collections.abc import Mapping
 
 from ..http.serve_config import ServeConfig
+from .context import ProcessIdentity
 
-COLOCATED = "colocated"  # servers that live in the workers' processes
-PID = "HORA_PID"  # set once a process has taken its rank: children inherit it and must not take the rank again
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProcessIdentity:
-    """What the launcher said. `job` names the launch, so that its processes can find each other on one host.
-
-    `rank` counts within the role; `size` is how many workers the run began with, so that of one that `joined` later may
-    lie beyond it. `servers` is how many server processes there are, None where nobody said; `colocated`: they live in
-    the workers' processes. `local_rank` and `local_size` are the launcher's own count: under a launcher that knows no
-    servers these are among its ranks, `num_processes` in all. `host` is the machine as the user calls it. `bind` is the
-    address to listen on and `interface` the one to find it on, both empty where nobody said.
-    """
-
-    launcher: str = "alone"  # hora, torchrun, mpirun, slurm, alone
-    role: str = "worker"
-    rank: int = 0
-    size: int = 1
-    num_processes: int = 1
-    servers: int | None = None
-    colocated: bool = False
-    joined: bool = False
-    local_rank: int = 0
-    local_size: int = 1
-    job: str = ""
-    address: str = ""
-    strategy: str | None = None
-    timeout_s: float | None = None
-    max_steps: int | None = None
-    host: str = dataclasses.field(default_factory=socket.gethostname)
-    bind: str = ""
-    interface: str = ""
-    rate_bytes_per_s: float | None = None  # what a rank may send, where links are to be like slower ones
-    token_fd: int | None = None
-    token_file: str = ""
-    scratch: str = ""
-    history: str = ""  # a folder for what servers did, for those who check them
-    trace: str = ""  # a folder for this process's spans
-    watched: bool = False  # somebody wants reports
-    progress: str = "plain"  # what rank 0 prints of it: plain lines; else nothing
-    serve: ServeConfig | None = None  # the run has a predictor; or, alone, this process is one, of a checkpoint
-
-    @property
-    def one_host(self) -> bool:
-        return self.local_size == self.num_processes
-
-    @property
-    def hosts_coordinator(self) -> bool:
-        """Whether the coordinator lives in this process: in rank 0's, where the launcher is not Hora's own."""
-        return self.launcher != "hora" and self.role == "worker" and self.rank == 0
-
-    @property
-    def name(self) -> str:
-        return f"{'rank' if self.role == 'worker' else self.role} {self.rank}"
+COLOCATED = "colocated"  # servers run in the workers' processes
+# The variables by which a launcher identifies a process. They are never passed on to another run.
+NAMES = (
+    "HORA_RUN",
+    "HORA_ROLE",
+    "HORA_RANK",
+    "HORA_SIZE",
+    "HORA_SERVERS",
+    "HORA_JOINED",
+    "HORA_LOCAL_RANK",
+    "HORA_LOCAL_SIZE",
+    "HORA_CONTROL",
+    "HORA_TOKEN_FD",
+    "HORA_STRATEGY",
+    "HORA_TIMEOUT_S",
+    "HORA_MAX_STEPS",
+    "HORA_BIND",
+    "HORA_SERVE",
+    "HORA_WATCH",
+    "HORA_PROGRESS",
+    "HORA_TRACE",
+    "HORA_PID",
+    "HORA_SCRATCH",
+    "HORA_HOST",
+)
+PID = "HORA_PID"  # the process that has taken the rank; its children inherit the variable
 
 
 def read(environ: Mapping[str, str] | None = None) -> ProcessIdentity:
-    """The identity that the environment gives this process; ValueError says which variable is wrong."""
+    """ValueError names the variable that is wrong."""
     env = os.environ if environ is None else environ
-    if _serves_checkpoint(env):  # `hora serve`, whatever launcher its shell belongs to
+    if _serves_checkpoint(env):  # `hora serve`, also inside another launcher
         return _with_settings(ProcessIdentity(role="predictor"), env)
     for look in (_hora, _torchrun, _mpirun, _slurm):
         found = look(env)
         if found is not None:
             identity = _with_settings(found, env)
             _check_rank(identity)
-            return identity if identity.launcher == "hora" else _seated(identity)
+            return identity if identity.launcher == "hora" else _split_servers(identity)
     return _with_settings(ProcessIdentity(), env)
 
 
@@ -91,7 +61,7 @@ def _serves_checkpoint(env: Mapping[str, str]) -> bool:
 
 
 def _check_rank(identity: ProcessIdentity) -> None:
-    """Workers count against the size, except those that joined later; servers against the servers."""
+    """ValueError if the rank is not below the number of processes of its role; workers that joined may exceed it."""
     role = "rank" if identity.role == "worker" else identity.role
     count: int | None = identity.size
     if identity.role == "predictor":
@@ -107,8 +77,8 @@ def _check_rank(identity: ProcessIdentity) -> None:
         raise ValueError(f"{identity.launcher} gave {role} {identity.rank}{among}; {role}s count from 0")
 
 
-def _seated(identity: ProcessIdentity) -> ProcessIdentity:
-    """The last ranks of a launcher that knows no servers are the servers, as many as the user wants."""
+def _split_servers(identity: ProcessIdentity) -> ProcessIdentity:
+    """Under a launcher that knows no servers its last `servers` ranks are the servers."""
     servers, total = identity.servers or 0, identity.num_processes
     if servers >= total:
         raise ValueError(
@@ -122,13 +92,13 @@ def _seated(identity: ProcessIdentity) -> ProcessIdentity:
 
 
 def owner_of_rank(environ: Mapping[str, str] | None = None) -> int | None:
-    """The process that has taken this environment's rank already, if any."""
+    """The pid of the process that has this environment's rank already, if any."""
     text = (os.environ if environ is None else environ).get(PID, "")
     return int(text) if text.isdigit() else None
 
 
 def take_rank() -> None:
-    """From now on children of this process are recognised as such."""
+    """Marks the environment, so that children of this process do not take its rank again."""
     os.environ[PID] = str(os.getpid())
 
 
@@ -156,9 +126,13 @@ def _torchrun(env: Mapping[str, str]) -> ProcessIdentity | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
-        raise ValueError("RANK and WORLD_SIZE are set but not MASTER_ADDR and MASTER_PORT: where do the ranks meet?")
+        raise ValueError(
+            "RANK and WORLD_SIZE are set but not MASTER_ADDR and MASTER_PORT: set both to the address of rank 0"
+        )
     size = _int(env, "WORLD_SIZE")
-    near = size if env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1") else 0  # set by hand, without the local size
+    near = (
+        size if env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1") else 0
+    )  # set by hand, without LOCAL_WORLD_SIZE
     return ProcessIdentity(
         launcher="torchrun",
         rank=_int(env, "RANK"),
@@ -187,7 +161,7 @@ def _mpirun(env: Mapping[str, str]) -> ProcessIdentity | None:
 
 
 def _slurm(env: Mapping[str, str]) -> ProcessIdentity | None:
-    # Inside a step only: the shell of salloc and the script of sbatch know the job's tasks but are none of them.
+    # Only inside a step: the shell of salloc and the script of sbatch are no tasks of the job.
     if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env or "SLURM_STEP_NUM_TASKS" not in env:
         return None
     size = _int(env, "SLURM_STEP_NUM_TASKS")
@@ -205,7 +179,7 @@ def _slurm(env: Mapping[str, str]) -> ProcessIdentity | None:
 
 
 def _with_settings(identity: ProcessIdentity, env: Mapping[str, str]) -> ProcessIdentity:
-    """Adds what a user may set beside any launcher."""
+    """Adds what a user may set under any launcher."""
     servers, colocated = _servers(env, identity.launcher)
     return dataclasses.replace(
         identity,
@@ -228,7 +202,7 @@ def _with_settings(identity: ProcessIdentity, env: Mapping[str, str]) -> Process
 
 
 def _servers(env: Mapping[str, str], launcher: str) -> tuple[int | None, bool]:
-    """How many server processes there are (None: not told), and whether the workers are the servers too."""
+    """The number of server processes (None: not set), and whether servers run in the workers' processes."""
     text = env.get("HORA_SERVERS")
     if text is None or text == COLOCATED:
         return None, text == COLOCATED

@@ -26,7 +26,7 @@ from ..http.serve_config import ServeConfig
 from ..http.server import HttpServer
 from ..net.fd_passing import FdPassing
 from ..parameters.registry import ParameterRegistry
-from ..server.access import RunContext
+from ..rendezvous.context import RunContext
 from ..server.block_memory import BlockMemory
 from ..server.embedding import tables_of
 from ..server.host import layout_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import os
 import threading
 from collections.abc import Sequence
 
@@ -14,11 +13,11 @@ from ..errors import HoraError
 from ..net.interface import is_loopback
 from ..parameters.registry import ParameterRegistry
 from ..parameters.shards import is_dense
-from .access import RunContext
+from ..rendezvous.context import RunContext
 from .embedding import tables_of
 from .embedding_table import OPTIMIZERS, TableSpec
 from .layout import FAR_PIECES, PIECES, BlockLayout, cut
-from .loop import ServerConfig, ServerLoop
+from .loop import ServerLoop
 from .state import Rules
 from .summary import summary
 
@@ -111,14 +110,8 @@ def _loop(
     optimizers: Sequence[torch.optim.Optimizer],
     parameters: Sequence[torch.Tensor],
 ) -> ServerLoop:
-    number = access.rank
-    history = os.path.join(access.history, f"server-{number}.jsonl") if access.history else ""
-    station = ServerConfig(
-        number=number, num_servers=access.num_servers, workers=range(access.size), control=access.control,
-        token=access.token, bind=access.bind, timeout_s=access.timeout_s, history=history, watched=access.watched,
-    )  # fmt: skip
     layout = layout_of(roster, access, block_bytes)
-    return ServerLoop(station, layout, parameters, roster.names, roster.entries(), optimizers, rules)
+    return ServerLoop(access, layout, parameters, roster.names, roster.entries(), optimizers, rules)
 
 
 def serve(access: RunContext, roster: ParameterRegistry, rules: Rules, block_bytes: int) -> None:

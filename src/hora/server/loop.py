@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import queue
 import selectors
 import socket
@@ -20,13 +21,14 @@ from typing import Any
 import msgspec
 import torch
 
-from ..coordinator import CoordinatorEvent, CoordinatorLine
+from ..coordinator import CoordinatorEvent
 from ..coordinator.client import dial
 from ..errors import HoraError, OutOfMemory
 from ..monitor import spans
 from ..net import handshake
 from ..net.fd_passing import FdPassing
 from ..net.message_socket import ConnectionClosed, MessageSocket
+from ..rendezvous.context import RunContext
 from ..transport.tcp import tune
 from . import messages
 from .block_memory import BlockMemory
@@ -82,31 +84,12 @@ def near_address(passing: str) -> str:
     return f"\0{passing}-lines"
 
 
-class ServerConfig:
-    """What a server needs to know of its run."""
-
-    def __init__(
-        self, *, number: int, num_servers: int, workers: Sequence[int], control: CoordinatorLine, token: bytes,
-        bind: str,
-        timeout_s: float, history: str = "", watched: bool = False,
-    ) -> None:  # fmt: skip
-        self.number = number
-        self.num_servers = num_servers
-        self.workers = list(workers)
-        self.control = control
-        self.token = token
-        self.bind = bind
-        self.timeout_s = timeout_s
-        self.history = history
-        self.watched = watched
-
-
 class ServerLoop:
     """One server at work. Making one opens its port and tells the coordinator where it is."""
 
     def __init__(
         self,
-        station: ServerConfig,
+        context: RunContext,
         layout: BlockLayout,
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
@@ -114,27 +97,28 @@ class ServerLoop:
         optimizers: Sequence[torch.optim.Optimizer],
         rules: Rules,
     ) -> None:
-        self.station = station
+        self.context = context
         self._layout = layout
-        self._part = layout.parts[station.number]
+        self._part = layout.parts[context.rank]
         self._entries = entries
         self._most_blob_bytes = BLOB_BYTES + ELEMENT_BYTES * self._num_elements()
         self._dtypes = [p.dtype for p in parameters]
         self._names = names
         self._wire = PushCodec(rules.wire, rules.codec, self._part, self._dtypes)
         memory = self._memory()
-        self._history = open(station.history, "a", buffering=1) if station.history else None  # noqa: SIM115
+        history = os.path.join(context.history, f"server-{context.rank}.jsonl") if context.history else ""
+        self._history = open(history, "a", buffering=1) if history else None  # noqa: SIM115
         self.server = ServerState(
             Shelf(self._part, memory, parameters, names, optimizers),
             rules,
-            number=station.number,
-            num_servers=station.num_servers,
+            number=context.rank,
+            num_servers=context.num_servers,
             record=self._note if self._history else None,
         )
-        for worker in station.workers:
+        for worker in range(context.size):
             self.server.join(worker)
-        self._alive = set(station.workers)
-        self._members = set(station.workers)  # those that the coordinator knows
+        self._alive = set(range(context.size))
+        self._members = set(range(context.size))  # those that the coordinator knows
         self._guests: dict[int, WorkerSession] = {}
         self._servers: dict[int, MessageSocket] = {}
         self._for_servers: list[tuple[int, ServerMessage]] = []  # for those that have not called yet
@@ -149,36 +133,34 @@ class ServerLoop:
         self._broken: str | None = None
         self.busy_s = 0.0
         self.started = time.monotonic()
-        self._herald = (
-            StatsReporter(station.number, self._part.load, station.control.report) if station.watched else None
-        )
-        station.control.listen(self._hear)
-        there = {member.rank for member in station.control.roll() if member.role == "worker"}
+        self._herald = StatsReporter(context.rank, self._part.load, context.control.report) if context.watched else None
+        context.control.listen(self._hear)
+        there = {member.rank for member in context.control.roll() if member.role == "worker"}
         for worker in self._members - there:  # it ended before we listened
             self.excuse(worker)
         self._passing: FdPassing | None = None
         with contextlib.suppress(OSError):
-            self._passing = FdPassing(station.token, station.timeout_s) if memory.descriptor is not None else None
+            self._passing = FdPassing(context.token, context.timeout_s) if memory.descriptor is not None else None
         if self._passing is not None and memory.descriptor is not None:
             self._passing.offer("parameters", memory.descriptor)
-        family = socket.AF_INET6 if ":" in station.bind else socket.AF_INET
-        sock = socket.create_server((station.bind, 0), family=family, backlog=128)
-        address = f"{station.bind} {sock.getsockname()[1]} {self._passing.address if self._passing else '-'}"
-        self._listeners = [handshake.AuthenticatedListener(sock, station.token, PURPOSE, self._welcome)]
+        family = socket.AF_INET6 if ":" in context.bind else socket.AF_INET
+        sock = socket.create_server((context.bind, 0), family=family, backlog=128)
+        address = f"{context.bind} {sock.getsockname()[1]} {self._passing.address if self._passing else '-'}"
+        self._listeners = [handshake.AuthenticatedListener(sock, context.token, PURPOSE, self._welcome)]
         if self._passing is not None:
             near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # a word over TCP costs ten times as much
             near.bind(near_address(self._passing.address))
             near.listen(128)
-            self._listeners.append(handshake.AuthenticatedListener(near, station.token, PURPOSE, self._welcome))
-        station.control.put(f"ps/{station.number}", address.encode())
+            self._listeners.append(handshake.AuthenticatedListener(near, context.token, PURPOSE, self._welcome))
+        context.control.put(f"ps/{context.rank}", address.encode())
         agreeing = rules.backup or rules.clip_norm is not None or rules.mode == "ssp" or rules.sync_every is not None
-        if station.number and agreeing:
+        if context.rank and agreeing:
             self._call_first()
 
     def _num_elements(self) -> int:
         """All that a worker may tell of: the model, and the rows that this server may have of tables."""
         tables = [parcel.table for parcel in self._part.parcels if parcel.table is not None]
-        rows = sum(table.rows_on(self.station.number) * table.width for table in tables)
+        rows = sum(table.rows_on(self.context.rank) * table.width for table in tables)
         return rows + sum(math.prod(entry[1]) for entry in self._entries)
 
     def _memory(self) -> BlockMemory:
@@ -186,17 +168,17 @@ class ServerLoop:
             return BlockMemory.shared(len(self._part.blocks), self._part.num_bytes)
         except OutOfMemory as problem:
             log.warning("server %d: no shared memory, so its parameters travel over TCP: %s",
-                        self.station.number, problem)  # fmt: skip
+                        self.context.rank, problem)  # fmt: skip
             return BlockMemory(len(self._part.blocks), self._part.num_bytes)
 
     def _call_first(self) -> None:
         """Server 0 is where servers agree."""
-        host, port, _ = self.station.control.get("ps/0", self.station.timeout_s).decode().split()
-        sock = dial((host, int(port)), self.station.token, PURPOSE)
+        host, port, _ = self.context.control.get("ps/0", self.context.timeout_s).decode().split()
+        sock = dial((host, int(port)), self.context.token, PURPOSE)
         tune(sock)
         line = MessageSocket(sock, self._place, messages.encode, messages.decode)
         line.peer = ("server", 0)
-        line.send(ServerHello(self.station.number))
+        line.send(ServerHello(self.context.rank))
         self._servers[0] = line
         self._selector.register(line, selectors.EVENT_READ, line)
 
@@ -248,7 +230,7 @@ class ServerLoop:
                 if self._herald is not None:
                     self._herald.tell(self.server, self.busy_s)
         except Exception as problem:
-            reason = f"server {self.station.number} cannot go on: {type(problem).__name__}: {problem}"
+            reason = f"server {self.context.rank} cannot go on: {type(problem).__name__}: {problem}"
             for guest in self._guests.values():
                 with contextlib.suppress(ConnectionClosed):
                     guest.lines[0].send(ServerError(reason))
@@ -303,9 +285,9 @@ class ServerLoop:
         except ConnectionClosed:
             self._lose(line)
         except (HoraError, msgspec.MsgspecError) as problem:  # its fault, and not a reason to fail the others
-            log.warning("server %d: a connection was closed: %s", self.station.number, problem)
+            log.warning("server %d: a connection was closed: %s", self.context.rank, problem)
             with contextlib.suppress(ConnectionClosed):
-                line.send(ServerError(f"server {self.station.number} refused this worker: {problem}"))
+                line.send(ServerError(f"server {self.context.rank} refused this worker: {problem}"))
             self._lose(line)
         else:
             self._watch(line)
@@ -338,7 +320,7 @@ class ServerLoop:
             if self._passing is not None:
                 self._passing.withdraw(f"copies-{worker}")
             guest.close()
-        if self.server.rules.mode != "sync" or worker not in self.station.workers:
+        if self.server.rules.mode != "sync" or worker not in range(self.context.size):
             self._post(self.server.leave(worker))
 
     # -- messages ------------------------------------------------------------------------------------------------------
@@ -434,9 +416,7 @@ class ServerLoop:
             if problem:
                 line.send(Refused(problem))
                 return
-            guest = WorkerSession(
-                line, self._part, self._dtypes, self.station.number, self._most_blob_bytes, self._wire
-            )
+            guest = WorkerSession(line, self._part, self._dtypes, self.context.rank, self._most_blob_bytes, self._wire)
             self._guests[message.worker] = guest
             line.peer = ("worker", message.worker)
             if message.worker not in self.server.workers:
@@ -448,8 +428,8 @@ class ServerLoop:
             self._guests[message.worker].lines.append(line)
         elif (
             isinstance(message, ServerHello)
-            and self.station.number == 0
-            and 0 < message.server < self.station.num_servers
+            and self.context.rank == 0
+            and 0 < message.server < self.context.num_servers
         ):
             line.peer = ("server", message.server)
             self._servers[message.server] = line
@@ -466,13 +446,13 @@ class ServerLoop:
                 theirs = [*theirs, "", "", ""]
                 return (
                     f"the models differ: {hello.name} has {theirs[0]} {theirs[1]} of {theirs[2]} where server "
-                    f"{self.station.number} has {mine[0]} {mine[1]} of {mine[2]}. Every process must build the same "
+                    f"{self.context.rank} has {mine[0]} {mine[1]} of {mine[2]}. Every process must build the same "
                     "model"
                 )
         if len(self._entries) != len(hello.entries) or hello.fingerprint != self._layout.fingerprint:
             return (
                 f"the models differ: {hello.name} has {len(hello.entries)} parameters and buffers, server "
-                f"{self.station.number} has {len(self._entries)}, or the optimizers' groups are others. Every process "
+                f"{self.context.rank} has {len(self._entries)}, or the optimizers' groups are others. Every process "
                 "must build the same"
             )
         return ""
@@ -499,7 +479,7 @@ class ServerLoop:
             raise HoraError(f"a look-up in parcel {asked.parcel}, which is no table")
         parcel = self._part.parcels[asked.parcel]
         assert parcel.table is not None
-        version, found = self.server.look_up(parcel, checked(asked.rows, parcel.table.rows_on(self.station.number)))
+        version, found = self.server.look_up(parcel, checked(asked.rows, parcel.table.rows_on(self.context.rank)))
         return RowsReply(asked.number, version), found
 
     def _answer(self, worker: int, what: str) -> bytes:
@@ -514,7 +494,7 @@ class ServerLoop:
     def stats(self) -> dict[str, Any]:
         counts = self.server.counts
         return {
-            "server": self.station.number,
+            "server": self.context.rank,
             "updates": counts.updates,
             "bytes_in": counts.bytes_in,
             "bytes_out": counts.bytes_out,
@@ -559,4 +539,4 @@ class ServerLoop:
 
     def _note(self, kind: str, **facts: Any) -> None:
         assert self._history is not None
-        self._history.write(json.dumps({"server": self.station.number, "kind": kind, **facts}) + "\n")
+        self._history.write(json.dumps({"server": self.context.rank, "kind": kind, **facts}) + "\n")

@@ -27,7 +27,7 @@ from ..errors import HoraError, PeerLost
 from ..monitor import spans
 from ..parameters import allocator
 from ..parameters.registry import ParameterRegistry
-from ..server.access import RunContext
+from ..rendezvous.context import RunContext
 from ..server.embedding import tables_of
 from ..strategies import Strategy
 from ..strategies.common.sync import ExchangeCancelled, Sync

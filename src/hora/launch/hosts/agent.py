@@ -30,7 +30,7 @@ from hora.net import handshake, interface
 from hora.net.interface import kernel
 
 from ...net.machine import num_cores
-from ...rendezvous.names import NAMES
+from ...rendezvous.environment import NAMES
 from ..config import check_module
 from ..forkserver.client import ForkedProcess, ForkServer
 from ..process_set import OF_INTERPRETER, TRACE

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import hora
 from hora.net import interface
 
-from ...rendezvous.names import NAMES
+from ...rendezvous.environment import NAMES
 from ...runs import exit_codes
 from ...runs.run_directory import versions
 from ...terminal.format import harmless

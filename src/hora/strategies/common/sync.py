@@ -33,7 +33,7 @@ from ...collectives.group import Group
 from ...errors import HoraError
 from ...parameters.buckets import Bucket
 from ...parameters.registry import ParameterRegistry
-from ...server.access import RunContext
+from ...rendezvous.context import RunContext
 
 
 @dataclasses.dataclass

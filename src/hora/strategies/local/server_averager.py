@@ -14,7 +14,7 @@ import torch
 
 from ...errors import HoraError
 from ...parameters.registry import ParameterRegistry
-from ...server.access import RunContext
+from ...rendezvous.context import RunContext
 from ...server.layout import ParameterBlock
 from ...server.messages import BeginStep
 from ..common.nonfinite import is_finite

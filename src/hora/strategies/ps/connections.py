@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from ...collectives.group import Group
 from ...errors import HoraError
 from ...parameters.registry import ParameterRegistry
-from ...server.access import RunContext
+from ...rendezvous.context import RunContext
 from ...server.client import ServerClient
 from ...server.embedding import ServerEmbedding
 from ...server.host import Colocated, layout_of
