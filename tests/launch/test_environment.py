@@ -190,9 +190,7 @@ def test_an_interface_may_be_named() -> None:
 
 
 def test_all_addresses_at_once_are_none_by_which_another_host_could_reach_us() -> None:
-    with pytest.raises(
-        ValueError, match=r"HORA_BIND=0\.0\.0\.0: .* cannot reach this process at that address.* HORA_INTERFACE"
-    ):
+    with pytest.raises(ValueError, match=r"HORA_BIND=0\.0\.0\.0: .* cannot reach this process .* HORA_INTERFACE"):
         rendezvous(read(TORCHRUN | {"HORA_BIND": "0.0.0.0"}))
 
 
