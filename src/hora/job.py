@@ -204,7 +204,7 @@ class Job:
 
     def _publish(self) -> None:
         """Rank 0 notes what the model takes; and in a run with a predictor parameters are shown to it."""
-        from .serve.publisher import Publisher, note_signature
+        from .serve.publisher import Publisher, record_signature
 
         training = self.training
         assert training.sync is not None
@@ -213,15 +213,15 @@ class Job:
             everybody = self._everybody_shows
             publisher = Publisher(self._serving, training.rank, training.sync, control, token, everybody)
             self._publisher = publisher
-            training.show = lambda at_once: publisher.show(training.step, at_once)
+            training.show = lambda at_once: publisher.publish(training.step, at_once)
 
         def sign(signature: bytes) -> None:
             training.signature = signature
             if self._publisher is not None:
-                self._publisher.sign(signature)
+                self._publisher.set_signature(signature)
 
         if training.rank == 0:
-            note_signature(training.models[0], sign)
+            record_signature(training.models[0], sign)
 
     @property
     def _everybody_shows(self) -> bool:
@@ -427,7 +427,7 @@ class Job:
                 self._context.control.leave()
             self.training.linger()
         if self._publisher is not None:
-            self._publisher.close(well=not self._failed)
+            self._publisher.close(clean=not self._failed)
         self._world.close()
         service = self._context.service
         if service is not None:

@@ -59,9 +59,9 @@ def test_the_inner_launcher_knows_better(env: dict[str, str], launcher: str, ran
 
 @pytest.mark.parametrize("env", [{}, TORCHRUN, MPIRUN, STEP])
 def test_a_predictor_of_a_checkpoint_is_one_under_any_launcher(env: dict[str, str]) -> None:
-    found = read(env | {"HORA_SERVE": ServeConfig(checkpoint="saved").spell()})
+    found = read(env | {"HORA_SERVE": ServeConfig(checkpoint="saved").to_json()})
     assert (found.role, found.launcher, found.size) == ("predictor", "alone", 1)
-    assert read(TORCHRUN | {"HORA_SERVE": ServeConfig().spell()}).role == "worker"
+    assert read(TORCHRUN | {"HORA_SERVE": ServeConfig().to_json()}).role == "worker"
 
 
 def test_each_launcher_says_where_and_with_whom() -> None:

@@ -164,7 +164,7 @@ def test_a_port_that_is_taken_is_a_mistake_on_the_command_line(launcher: Launche
         port = taken.getsockname()[1]
         done = launcher.run("run", "--serve", port, "serving.py")
     assert done.returncode == exit_codes.USAGE and done.stdout == ""
-    assert f"cannot serve on 127.0.0.1:{port}" in done.stderr and "--serve 0" in done.stderr
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr and "--serve 0" in done.stderr
 
 
 def test_serve_after_goes_on_with_the_last_parameters_until_ctrl_c(launcher: Launcher, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import torch
 from predictors import PATIENCE_S, Recorder, Steps, answering, threads
 from torch import nn
 
-from hora.http.errors import HttpError, NotReady
+from hora.http.errors import HttpError
 from hora.parameters.registry import ParameterRegistry
 from hora.serve import batcher as module
-from hora.serve.batcher import Batcher, Prediction
+from hora.serve.batcher import Batcher, NotReady, Prediction
 from hora.serve.inference_protocol import Signature, TensorSpec, signature_of
 from hora.serve.source import ParameterVersion
 from hora.serve.staging import StagedParameters

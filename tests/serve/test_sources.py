@@ -11,14 +11,15 @@ import torch
 
 from hora.coordinator import CoordinatorEvent, LocalHub, Member
 from hora.errors import HoraError, OutOfMemory
-from hora.http.serve_config import ServeConfig, address_of, batch_of, every_of
+from hora.http.listening import parse_address
+from hora.http.serve_config import ServeConfig, parse_batch, parse_interval
 from hora.net.fd_passing import FdPassing
 from hora.parameters.registry import ParameterRegistry
 from hora.rendezvous.context import RunContext
 from hora.serve import publisher as publishing
 from hora.serve.inference_protocol import Signature
 from hora.serve.predictor import LiveWorkers
-from hora.serve.publisher import Publisher, SnapshotOffer, note_signature
+from hora.serve.publisher import Publisher, SnapshotOffer, record_signature
 from hora.serve.snapshot_buffer import SnapshotBuffer
 from hora.serve.source import ParameterVersion
 from hora.serve.sources import ServerSource, SnapshotSource
@@ -271,12 +272,12 @@ def trained(rounds: int | None = None) -> tuple[Model, Sync]:
 
 
 def publisher(
-    sync: Sync, rank: int = 0, everybody: bool = False, **options: object
+    sync: Sync, rank: int = 0, all_ranks: bool = False, **options: object
 ) -> tuple[Publisher, SnapshotOffer | None]:
     hub = LocalHub(1)
     control = hub.line()
     control.join(Member("worker", 0, "here", 1))
-    made = Publisher(ServeConfig(**options), rank, sync, control, b"t" * 32, everybody)  # type: ignore[arg-type]
+    made = Publisher(ServeConfig(**options), rank, sync, control, b"t" * 32, all_ranks)  # type: ignore[arg-type]
     words = hub.coordinator.values(f"showcase/{rank}").get(f"showcase/{rank}")
     return made, None if words is None else msgspec.msgpack.decode(words, type=SnapshotOffer)
 
@@ -296,14 +297,14 @@ def test_parameters_are_shown_when_they_are_due(every: str, expected: list[int])
     assert offer is not None and offer.address and newest(made) == ParameterVersion(0), "at once"
     found = []
     for step in range(1, 6):
-        made.show(step)
+        made.publish(step)
         stamp = newest(made)
         assert stamp is not None
         found.append(stamp.step)
     assert found == expected
-    made.show(5, at_once=True)
+    made.publish(5, force=True)
     assert newest(made) == ParameterVersion(5)
-    made.close(well=True)
+    made.close(clean=True)
 
 
 def shown_by(made: Publisher, model: Model) -> tuple[ParameterVersion | None, float]:
@@ -325,21 +326,21 @@ def test_with_rounds_what_was_agreed_upon_is_shown_and_only_then() -> None:
     made, _ = publisher(sync, every="step")
     assert shown_by(made, model) == (ParameterVersion(0, round=0, local_step=0), 0.0)
     at(model, sync, 3.0, rounds=0, local_steps=3)
-    made.show(3)
+    made.publish(3)
     assert shown_by(made, model) == (ParameterVersion(0, round=0, local_step=0), 0.0)
     at(model, sync, 8.0, rounds=1, local_steps=0)
-    made.show(8)
+    made.publish(8)
     assert shown_by(made, model) == (ParameterVersion(8, round=1, local_step=0), 8.0)
     at(model, sync, 10.0, rounds=1, local_steps=2)
-    made.show(10, at_once=True)
+    made.publish(10, force=True)
     assert shown_by(made, model) == (ParameterVersion(8, round=1, local_step=0), 8.0), "it is still of the round's end"
     at(model, sync, 17.0, rounds=2, local_steps=1)
-    made.show(17)
+    made.publish(17)
     assert shown_by(made, model) == (ParameterVersion(8, round=1, local_step=0), 8.0), "a step went over the average"
     at(model, sync, 24.0, rounds=3, local_steps=0)
-    made.show(24)
+    made.publish(24)
     assert shown_by(made, model) == (ParameterVersion(24, round=3, local_step=0), 24.0)
-    made.close(well=True)
+    made.close(clean=True)
 
 
 def test_an_average_that_is_kept_is_shown_though_steps_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,9 +349,9 @@ def test_an_average_that_is_kept_is_shown_though_steps_went_on(monkeypatch: pyte
     monkeypatch.setattr(sync, "common", lambda: kept)
     made, _ = publisher(sync, every="step")
     at(model, sync, 9.0, rounds=1, local_steps=2)
-    made.show(10)
+    made.publish(10)
     assert shown_by(made, model) == (ParameterVersion(10, round=1, local_step=0), 5.0)
-    made.close(well=True)
+    made.close(clean=True)
 
 
 def test_in_the_warm_up_every_step_is_common() -> None:
@@ -360,7 +361,7 @@ def test_in_the_warm_up_every_step_is_common() -> None:
     found = []
     for step in range(1, 5):
         at(model, sync, float(step), rounds=0, local_steps=step)
-        made.show(step)
+        made.publish(step)
         found.append(shown_by(made, model))
     zero, two, *_, four = found[0], found[1], found[3]
     assert zero[0] == ParameterVersion(0, round=0, local_step=0)
@@ -370,9 +371,9 @@ def test_in_the_warm_up_every_step_is_common() -> None:
     )
     at(model, sync, 5.0, rounds=0, local_steps=0)
     sync.warm = False
-    made.show(5)
+    made.publish(5)
     assert shown_by(made, model) == (ParameterVersion(5, round=0, local_step=0), 5.0), "its end is where rounds begin"
-    made.close(well=True)
+    made.close(clean=True)
 
 
 def test_newest_shows_every_workers_own_parameters_within_the_round() -> None:
@@ -380,9 +381,9 @@ def test_newest_shows_every_workers_own_parameters_within_the_round() -> None:
     made, offer = publisher(sync, rank=1, every="2", source="newest")
     assert offer is not None
     sync.local_steps = 2
-    made.show(2)
+    made.publish(2)
     assert newest(made) == ParameterVersion(2, round=0, local_step=2)
-    made.close(well=True)
+    made.close(clean=True)
     other, offer = publisher(sync, rank=1)
     assert offer is None and other._showcase is None, "the average is rank 0's to show"
 
@@ -397,8 +398,8 @@ def test_too_little_memory_is_a_warning_and_training_goes_on(
     _, sync = trained()
     made, offer = publisher(sync)
     assert offer is not None and "2 MiB left" in offer.problem
-    made.show(1, at_once=True)
-    made.close(well=True)
+    made.publish(1, force=True)
+    made.close(clean=True)
     assert len([record for record in caplog.records if "2 MiB left" in record.message]) == 1
 
 
@@ -407,13 +408,13 @@ def test_a_buffer_that_changes_its_shape_ends_the_showing_and_nothing_else(caplo
     made, offer = publisher(sync, every="step")
     assert offer is not None
     model.mean = torch.zeros(6)
-    made.show(1)
-    made.show(2)
+    made.publish(1)
+    made.publish(2)
     other = FdPassing(b"t" * 32)
     with pytest.raises(HoraError, match="buffer mean"):
         other.fetch(offer.address, offer.key)
     other.close()
-    made.close(well=True)
+    made.close(clean=True)
     assert len([record for record in caplog.records if "buffer mean" in record.message]) == 1
 
 
@@ -422,7 +423,7 @@ def test_a_worker_that_is_done_does_not_wait_for_a_predictor_that_has_died() -> 
     made, _ = publisher(sync, after=True)
     made._hear(CoordinatorEvent(kind="died", generation=1, member=Member("predictor", 0, "here", 2)))
     begin = time.monotonic()
-    made.close(well=True)
+    made.close(clean=True)
     assert time.monotonic() - begin < publishing.LINGER_S / 2
 
 
@@ -437,15 +438,15 @@ def test_a_worker_that_joins_again_is_no_longer_gone() -> None:
 
 def test_where_a_run_outlives_rank_0_everybody_shows() -> None:
     _, sync = trained(rounds=0)
-    made, offer = publisher(sync, rank=1, everybody=True)
+    made, offer = publisher(sync, rank=1, all_ranks=True)
     assert offer is not None and newest(made) == ParameterVersion(0, round=0, local_step=0)
-    made.close(well=True)
+    made.close(clean=True)
 
 
 def test_the_signature_is_that_of_the_first_forward_in_training() -> None:
     model = torch.nn.Linear(3, 2)
     told: list[bytes] = []
-    note_signature(model, told.append)
+    record_signature(model, told.append)
     model.eval()(torch.zeros(1, 3))
     with torch.no_grad():
         model.train()(torch.zeros(1, 3))
@@ -457,7 +458,7 @@ def test_the_signature_is_that_of_the_first_forward_in_training() -> None:
     assert [(spec.name, spec.shape) for spec in signature.inputs] == [("input", [-1, 3])]
     assert [(spec.name, spec.shape) for spec in signature.outputs] == [("output", [-1, 2])]
     assert not model._forward_hooks
-    note_signature(torch.jit.script(torch.nn.Linear(3, 2)), told.append)
+    record_signature(torch.jit.script(torch.nn.Linear(3, 2)), told.append)
     assert len(told) == 1, "a module without hooks has none, and that is no error"
 
 
@@ -465,15 +466,15 @@ def test_the_signature_is_that_of_the_first_forward_in_training() -> None:
 
 
 def test_addresses_times_and_batches_as_they_are_spelled() -> None:
-    assert address_of("8000") == address_of(":8000") == ("127.0.0.1", 8000)
-    assert address_of("0.0.0.0:1") == ("0.0.0.0", 1) and address_of("[::1]:80") == ("::1", 80)
-    assert (every_of("step").steps, every_of("12").steps, every_of("0.5s").seconds) == (1, 12, 0.5)
-    assert batch_of("64,2") == (64, 2.0) and batch_of("8") == (8, 2.0)
+    assert parse_address("8000") == parse_address(":8000") == ("127.0.0.1", 8000)
+    assert parse_address("0.0.0.0:1") == ("0.0.0.0", 1) and parse_address("[::1]:80") == ("::1", 80)
+    assert (parse_interval("step").steps, parse_interval("12").steps, parse_interval("0.5s").seconds) == (1, 12, 0.5)
+    assert parse_batch("64,2") == (64, 2.0) and parse_batch("8") == (8, 2.0)
     for wrong in ("", "x", "70000", "a b:1", "-1"):
         with pytest.raises(ValueError, match="--serve takes"):
-            address_of(wrong)
+            parse_address(wrong)
     for wrong in ("", "0", "1.5", "-1s", "s"):
         with pytest.raises(ValueError, match="--serve-every takes"):
-            every_of(wrong)
+            parse_interval(wrong)
     config = ServeConfig(host="::", port=1, hosts=("a",), every="2", source="newest", after=True, checkpoint="c")
-    assert ServeConfig.parse(config.spell()) == config and config.url == "http://[::]:1"
+    assert ServeConfig.from_json(config.to_json()) == config and config.url == "http://[::]:1"

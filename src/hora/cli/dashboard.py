@@ -40,12 +40,11 @@ it.
 )  # fmt: skip
 def dashboard(port: str, run_dirs: tuple[str, ...], host_names: tuple[str, ...]) -> None:
     from ..dashboard.runs import StoredRuns, named
-    from ..http.listening import listen_near
-    from ..http.serve_config import address_of
+    from ..http.listening import listen_near, parse_address
     from ..runs import run_directory
 
     try:
-        host, wanted = address_of(port, "--port")
+        host, wanted = parse_address(port, "--port")
         others: dict[str, str] = {}
         for directory in run_dirs:
             if named(directory) in others:

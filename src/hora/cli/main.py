@@ -428,7 +428,8 @@ def _serving(
     checkpoint: str = "",
 ) -> ServeConfig | None:
     """What the flags say of a predictor; None if there is none. ValueError for a flag that would do nothing."""
-    from hora.http.serve_config import ServeConfig, address_of, batch_of
+    from hora.http.listening import parse_address
+    from hora.http.serve_config import ServeConfig, parse_batch
 
     given = {"from": source, "every": every, "after": after, "host": hosts, "batch": batch}
     if address is None:
@@ -436,8 +437,8 @@ def _serving(
             if value:
                 raise ValueError(f"--serve-{flag} does nothing without --serve; e.g. --serve 8000")
         return None
-    host, port = address_of(address, "--port" if checkpoint else "--serve")
-    rows, wait_ms = batch_of(batch) if batch is not None else (ServeConfig.max_batch, ServeConfig.max_wait_ms)
+    host, port = parse_address(address, "--port" if checkpoint else "--serve")
+    rows, wait_ms = parse_batch(batch) if batch is not None else (ServeConfig.max_batch, ServeConfig.max_wait_ms)
     what = command[0] if command else "model"
     return ServeConfig(
         host=host,

@@ -25,7 +25,7 @@ def serve(serving: ServeConfig, command: tuple[str, ...], module: bool) -> NoRet
     serving.check_port()
     env = {key: value for key, value in os.environ.items() if key not in NAMES}
     argv = config.argv()
-    os.execve(argv[0], argv, {**env, "HORA_SERVE": serving.spell(), "PYTHONUNBUFFERED": "1"})
+    os.execve(argv[0], argv, {**env, "HORA_SERVE": serving.to_json(), "PYTHONUNBUFFERED": "1"})
 
 
 def _is_one(path: Path) -> bool:

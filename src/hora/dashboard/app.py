@@ -19,8 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..http.errors import HttpError
-from ..http.guard import LARGE_BYTES, RequestGuard, error_response
+from ..http.errors import HttpError, error_response
+from ..http.guard import LARGE_BYTES, RequestGuard
 from . import catalogue, predict, prometheus
 from .feed import Feeds, TooManyStreams
 from .runs import RunNotFound, StoredRuns

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from ..http.errors import HttpError
-from ..http.guard import ANYWHERE
+from ..http.listening import ANY_ADDRESS
 from .runs import StoredRun
 from .view import encode
 
@@ -87,7 +87,7 @@ def _place(address: str) -> tuple[str, int]:
 
 
 def _is_own(host: str) -> bool:
-    if host in ANYWHERE or host in ("localhost", socket.gethostname()):
+    if host in ANY_ADDRESS or host in ("localhost", socket.gethostname()):
         return True
     with contextlib.suppress(ValueError, OSError):
         version = ipaddress.ip_address(host).version

@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Collection, Mapping
 
-from ..http import signals
-from ..http.guard import names_of
-from ..http.server import HttpServer
+from ..http.guard import own_names
+from ..http.server import HttpServer, catch_signals
 from .app import make_app
 from .runs import StoredRuns
 
@@ -21,13 +20,13 @@ def serve(
     until: Callable[[], bool] = lambda: False,
 ) -> None:
     """Show the runs in `home`, and `others` by name and directory, in the main thread; closes the listener."""
-    hosts = [*names_of(listener.getsockname()[0]), *host_names]
+    hosts = [*own_names(listener.getsockname()[0]), *host_names]
     app = make_app(StoredRuns(home, others), allowed_hosts=hosts)
     server = HttpServer(app, listener=listener)
-    with signals.noted() as asked:
+    with catch_signals() as caught:
 
         def is_over() -> bool:
-            app.state.feeds.is_closing = bool(asked) or until()
+            app.state.feeds.is_closing = bool(caught) or until()
             return bool(app.state.feeds.is_closing)
 
         server.run(is_over)

@@ -1,25 +1,23 @@
-"""ServeConfig: what `--serve` was asked to do, checked before anything is started; the processes get it as text."""
+"""Configuration of the prediction service (`--serve`): checked by the CLI, passed to the processes as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-import socket
+from typing import NamedTuple
 
 import msgspec
 
-LOOPBACK = "127.0.0.1"
-MAX_PORT = 65535
+from .listening import LOOPBACK, MAX_PORT, format_address, listen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Where the predictor listens, what it shows and how long. ValueError, in one line, says what is wrong.
+    """Where the predictor listens, and which parameters it serves until when. ValueError for invalid values.
 
-    `hosts` are names by which it may be asked besides its own address. `every` is when a worker publishes what no round
-    publishes: `step`, a number of steps, or seconds as `0.5s`. `source` is `average`, what the workers agreed upon
-    last, or `newest`, the freshest worker's parameters within a round. `after`: it stays after the training. A
-    `checkpoint` is served by itself, without a run.
+    `hosts` are further names that clients may use for it. `every` is how often a worker publishes between rounds:
+    `step`, a number of steps, or seconds as `0.5s`. `source` is `average`, the result of the last round, or `newest`,
+    the most recent worker's parameters. `after`: serve on after training. A `checkpoint` is served without a run.
     """
 
     host: str = LOOPBACK
@@ -37,10 +35,10 @@ class ServeConfig:
         if not 0 <= self.port <= MAX_PORT:
             raise ValueError(f"{self._flag} takes a port from 0 to {MAX_PORT}, not {self.port}; e.g. {self._flag} 8000")
         if self.source not in ("average", "newest"):
-            raise ValueError(f"--serve-from {self.source!r} is unknown; there are: average, newest")
+            raise ValueError(f"--serve-from takes average or newest, not {self.source!r}")
         if self.max_batch < 1 or not 0 <= self.max_wait_ms < 60_000:
             raise ValueError("--serve-batch takes rows and milliseconds, e.g. --serve-batch 64,2")
-        every_of(self.every)
+        parse_interval(self.every)
 
     @property
     def _flag(self) -> str:
@@ -48,41 +46,36 @@ class ServeConfig:
 
     @property
     def url(self) -> str:
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        return f"http://{format_address(self.host, self.port)}"
 
-    def spell(self) -> str:
+    def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 
     @staticmethod
-    def parse(text: str) -> ServeConfig:
+    def from_json(text: str) -> ServeConfig:
         try:
             return msgspec.json.decode(text, type=ServeConfig)
         except msgspec.MsgspecError as problem:
             raise ValueError(f"HORA_SERVE cannot be read: {problem}") from None
 
     def check_port(self) -> None:
-        """ValueError if nobody can listen there now."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        """ValueError if the address cannot be bound now."""
         try:
-            socket.create_server((self.host, self.port), family=family).close()
-        except OSError as problem:
-            why = str(problem.strerror or problem).partition(" (")[0]
-            raise ValueError(
-                f"cannot serve on {self.host}:{self.port}: {why}; choose another port, or 0 for one that is free: "
-                f"{self._flag} {'' if self.host == LOOPBACK else f'{self.host}:'}0"
-            ) from None
+            listen(self.host, self.port).close()
+        except ValueError as problem:
+            free = "0" if self.host == LOOPBACK else format_address(self.host, 0)
+            raise ValueError(f"{problem}: {self._flag} {free}") from None
 
 
-@dataclasses.dataclass(frozen=True)
-class PublishInterval:
-    """After so many steps, or after so many seconds."""
+class PublishInterval(NamedTuple):
+    """Either a number of steps or a number of seconds."""
 
     steps: int | None = None
     seconds: float | None = None
 
 
-def every_of(text: str) -> PublishInterval:
-    """`step`, `10` (steps), `1s`, `0.5s`; else ValueError."""
+def parse_interval(text: str) -> PublishInterval:
+    """`step`, `10` (steps), `1s`, `0.5s`; ValueError otherwise."""
     if text == "step":
         return PublishInterval(steps=1)
     if re.fullmatch(r"[1-9]\d{0,8}", text):
@@ -93,19 +86,8 @@ def every_of(text: str) -> PublishInterval:
     return PublishInterval(seconds=float(match[1]))
 
 
-def address_of(text: str, flag: str = "--serve") -> tuple[str, int]:
-    """`8000`, `:8000`, `0.0.0.0:8000`, `[::1]:8000`: without a host it is this machine's own, 127.0.0.1.
-
-    ValueError names the `flag` that it was given to."""
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not port.isdecimal() or int(port) > MAX_PORT or not re.fullmatch(r"[A-Za-z0-9._:-]*", host):
-        raise ValueError(f"{flag} takes [HOST:]PORT, not {text!r}; e.g. {flag} 8000, {flag} 0.0.0.0:8000")
-    return host or LOOPBACK, int(port)
-
-
-def batch_of(text: str) -> tuple[int, float]:
-    """`64,2`: rows of a batch at most, and how many milliseconds the first of them waits for others."""
+def parse_batch(text: str) -> tuple[int, float]:
+    """`64,2`: the most rows in a batch, and how many milliseconds a request waits for others."""
     match = re.fullmatch(r"([1-9]\d{0,6})(?:,(\d{1,5}(?:\.\d{1,3})?))?", text)
     if match is None:
         raise ValueError(f"--serve-batch takes rows and milliseconds, not {text!r}; e.g. --serve-batch 64,2")

@@ -1,11 +1,13 @@
-"""Server: the app on a socket, in the thread that runs it. Nothing is printed, and no signal is touched."""
+"""HTTP server: an ASGI app on a listening socket, run by uvicorn in the calling thread. Prints and logs nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import h11
 import uvicorn
@@ -14,16 +16,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .listening import MAX_CONNECTIONS, listen
 
-HEAD_S = 10.0  # for the head of a request, from its first byte; for the first one from the connection
-TAKE_S = 10.0  # for an answer to be taken, from when it no longer fits into the buffers
-KEEP_S = 30  # how long a connection may be silent between two requests
-GRACE_S = 2  # for requests under way at the end
+HEAD_S = 10.0  # deadline for a request's head, from its first byte; for the first request, from the connection
+TAKE_S = 10.0  # deadline for the client to take a response that no longer fits into the buffers
+KEEP_ALIVE_S = 30
+SHUTDOWN_S = 2  # for open requests at the end
 POLL_S = 0.1
 
 
 class HttpServer:
-    """Listens from its making on, so that nobody is turned away until `run` serves. `address` is host and port, the
-    real one where 0 was asked for. A `listener` that is given is used instead, and closed in the end."""
+    """Listens from construction on; `run` serves the connections that are waiting by then. `address` is the bound host
+    and port. A `listener` that is passed in is used instead, and closed at the end."""
 
     def __init__(self, app: ASGIApp, host: str = "", port: int = 0, *, listener: socket.socket | None = None) -> None:
         self._app = app
@@ -31,26 +33,22 @@ class HttpServer:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Serve in the calling thread until `until()`, asked ten times a second, is true; requests under way are
-        finished within GRACE_S then. To be called once."""
-        loop = asyncio.new_event_loop()
-        try:
+        """Serve until `until()`, polled every POLL_S, is true; open requests then get SHUTDOWN_S to finish."""
+        loop = asyncio.new_event_loop()  # not asyncio.run, which installs a handler for SIGINT
+        with contextlib.closing(self), contextlib.closing(loop):
             loop.run_until_complete(self._serve(until))
-            loop.run_until_complete(_drop_tasks())
+            loop.run_until_complete(_cancel_tasks())
             loop.run_until_complete(loop.shutdown_asyncgens())
-        finally:
-            loop.close()
-            self.close()
 
     def close(self) -> None:
-        """Give the address back; for a server that is not going to run."""
+        """Close the socket of a server that will not run."""
         self._socket.close()
 
     async def _serve(self, until: Callable[[], bool]) -> None:
         config = uvicorn.Config(
             self._app, http=_Connection, ws="none", lifespan="off", log_config=None, log_level="error",
             access_log=False, server_header=False, proxy_headers=False, limit_concurrency=MAX_CONNECTIONS,
-            timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=GRACE_S,
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=SHUTDOWN_S,
         )  # fmt: skip
         server = _Uvicorn(config)
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
@@ -62,60 +60,70 @@ class HttpServer:
             await serving
 
 
+@contextlib.contextmanager
+def catch_signals() -> Iterator[list[int]]:
+    """While inside, SIGINT and SIGTERM are only appended to the list. Main thread only."""
+    caught: list[int] = []
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the launcher's."""
+        """Leave signal handlers as they are."""
         yield
 
 
 class _Connection(H11Protocol):
-    """One client's connection, closed if a request's head takes too long, or the client too long to read its answer:
-    uvicorn itself would wait forever."""
-
-    _head: asyncio.TimerHandle | None = None
-    _full: asyncio.TimerHandle | None = None
+    """Adds HEAD_S and TAKE_S to uvicorn's connection, which waits for slow clients without a limit."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         super().connection_made(transport)
-        self._watch()
+        self._update_head_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._update_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unwatch()
-        self._relieve()
+        for name in [*self._timers]:
+            self._stop(name)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._full is None:
-            self._full = self.loop.call_later(TAKE_S, self.transport.abort)
+        self._start("take", TAKE_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._relieve()
+        self._stop("take")
 
-    def _relieve(self) -> None:
-        if self._full is not None:
-            self._full.cancel()
-            self._full = None
+    def _update_head_timer(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            self._start("head", HEAD_S, self.transport.close)
+        else:
+            self._stop("head")
 
-    def _watch(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            self._unwatch()
-        elif self._head is None:
-            self._head = self.loop.call_later(HEAD_S, self.transport.close)
+    def _start(self, name: str, seconds: float, action: Callable[[], None]) -> None:
+        if name not in self._timers:
+            self._timers[name] = self.loop.call_later(seconds, action)
 
-    def _unwatch(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
-            self._head = None
+    def _stop(self, name: str) -> None:
+        if name in self._timers:
+            self._timers.pop(name).cancel()
 
 
-async def _drop_tasks() -> None:
+async def _cancel_tasks() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

@@ -104,7 +104,7 @@ def identity(
     if config.max_steps is not None:
         env["HORA_MAX_STEPS"] = str(config.max_steps)
     if config.serve is not None:
-        env["HORA_SERVE"] = config.serve.spell()
+        env["HORA_SERVE"] = config.serve.to_json()
     if os.environ.get("HORA_WATCH") != "off":  # for those who measure what watching costs
         env["HORA_WATCH"] = "1"
     env["HORA_PROGRESS"] = config.progress

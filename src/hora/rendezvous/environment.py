@@ -57,7 +57,7 @@ def read(environ: Mapping[str, str] | None = None) -> ProcessIdentity:
 
 
 def _serves_checkpoint(env: Mapping[str, str]) -> bool:
-    return bool(env.get("HORA_SERVE")) and bool(ServeConfig.parse(env["HORA_SERVE"]).checkpoint)
+    return bool(env.get("HORA_SERVE")) and bool(ServeConfig.from_json(env["HORA_SERVE"]).checkpoint)
 
 
 def _check_rank(identity: ProcessIdentity) -> None:
@@ -197,7 +197,7 @@ def _with_settings(identity: ProcessIdentity, env: Mapping[str, str]) -> Process
         trace=env.get("HORA_TRACE", ""),
         watched=env.get("HORA_WATCH") == "1" and identity.launcher == "hora",
         progress=env.get("HORA_PROGRESS", "plain"),
-        serve=ServeConfig.parse(env["HORA_SERVE"]) if env.get("HORA_SERVE") else None,
+        serve=ServeConfig.from_json(env["HORA_SERVE"]) if env.get("HORA_SERVE") else None,
     )
 
 

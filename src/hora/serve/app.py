@@ -17,10 +17,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
-from ..http.errors import HttpError, NotReady
-from ..http.guard import RequestGuard, error_response
+from ..http.errors import HttpError, error_response
+from ..http.guard import RequestGuard
 from . import inference_protocol, plain_json
-from .batcher import Batcher, Prediction
+from .batcher import Batcher, NotReady, Prediction
 from .source import ParameterVersion
 from .tensor_codec import Value
 

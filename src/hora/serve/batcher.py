@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from ..http.errors import HttpError, NotReady
+from ..http.errors import HttpError
 from .batch import Predict, call, check_rows, cut, is_finite, joined, kind_of, magnitude, rows_of
 from .signature import Signature, check
 from .source import ParameterSource, ParameterVersion
@@ -35,6 +35,13 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 1024  # requests; more are sent away at once
 LARGE = 1e15  # inputs beyond it are no model's to answer: a product of two sums overflows
 CLOSE_S = 2.0  # how long `close` lets the thread answer what is queued
+
+
+class NotReady(HttpError):
+    """No parameters have been published yet."""
+
+    def __init__(self) -> None:
+        super().__init__("no parameters have been published yet", 503)
 
 
 class Prediction(msgspec.Struct, frozen=True):

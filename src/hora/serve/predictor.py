@@ -20,10 +20,9 @@ from ..checkpoint.manifest import Damaged
 from ..checkpoint.reader import verified
 from ..coordinator import CoordinatorEvent, CoordinatorLine
 from ..errors import HoraError, Timeout
-from ..http import signals
-from ..http.guard import names_of
+from ..http.guard import own_names
 from ..http.serve_config import ServeConfig
-from ..http.server import HttpServer
+from ..http.server import HttpServer, catch_signals
 from ..net.fd_passing import FdPassing
 from ..parameters.registry import ParameterRegistry
 from ..rendezvous.context import RunContext
@@ -120,13 +119,13 @@ def _answer(
         max_wait_ms=config.max_wait_ms,
     )  # fmt: skip
     try:
-        app = make_app(answerer, name=config.name, allowed_hosts=[*names_of(config.host), *config.hosts])
+        app = make_app(answerer, name=config.name, allowed_hosts=[*own_names(config.host), *config.hosts])
         server = HttpServer(app, config.host, config.port)
-        with signals.noted() as asked:
+        with catch_signals() as caught:
             url = dataclasses.replace(config, port=server.address[1]).url
             log.warning("serving %r on %s (POST /predict, Open Inference Protocol under /v2)", config.name, url)
             told(url)
-            server.run(lambda: bool(asked) or is_over())
+            server.run(lambda: bool(caught) or is_over())
     finally:
         answerer.close()
         source.close()

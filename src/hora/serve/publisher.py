@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from ..coordinator import CoordinatorEvent, CoordinatorLine
-from ..http.serve_config import ServeConfig, every_of
+from ..http.serve_config import ServeConfig, parse_interval
 from ..net.fd_passing import FdPassing
 from ..strategies.common.sync import Sync
 from ..training.hooks import Hook
@@ -54,11 +54,11 @@ class Publisher:
         sync: Sync,
         control: CoordinatorLine,
         token: bytes,
-        everybody: bool = False,
+        all_ranks: bool = False,
     ) -> None:
-        """`everybody`: the run outlives its rank 0, so every worker shows what only it would."""
+        """`all_ranks`: the run outlives its rank 0, so every worker shows what only it would."""
         self._config = config
-        self._every = every_of(config.every)
+        self._every = parse_interval(config.every)
         self._rank = rank
         self._sync = sync
         self._newest = config.source == "newest" and sync.rounds is not None
@@ -69,7 +69,7 @@ class Publisher:
         self._showcase: SnapshotBuffer | None = None
         self._passing: FdPassing | None = None
         self._forsaken = False  # the predictor has gone
-        if rank and not (self._newest or everybody):
+        if rank and not (self._newest or all_ranks):
             return
         control.listen(self._hear)
         if config.source == "newest" and not self._newest:
@@ -83,7 +83,7 @@ class Publisher:
             self._passing.offer(KEY, self._showcase.descriptor)
         except Exception as problem:
             self._give_up(problem)
-        self.show(sync.steps, True)
+        self.publish(sync.steps, True)
         offer = SnapshotOffer(problem=self._problem)
         if self._passing is not None and self._showcase is not None:
             offer = SnapshotOffer(self._passing.address, KEY)
@@ -94,27 +94,27 @@ class Publisher:
         if event.member is not None and event.member.role == "predictor" and event.kind in ("joined", "left", "died"):
             self._forsaken = event.kind != "joined"
 
-    def show(self, step: int, at_once: bool = False) -> None:
+    def publish(self, step: int, force: bool = False) -> None:
         """The parameters are whole, after this step: shows them if that is due."""
         if self._showcase is None:
             return
         try:
             if self._sync.rounds is None or self._sync.warm:
                 self._round = -1  # the first one after the warm-up is news
-                if at_once or self._is_due(step):
+                if force or self._is_due(step):
                     local_step = None if self._sync.rounds is None else 0
                     self._publish(self._own(), ParameterVersion(step, round=self._sync.rounds, local_step=local_step))
             else:
-                self._show_round(step, at_once)
+                self._show_round(step, force)
         except Exception as problem:
             self._give_up(problem)
 
-    def _show_round(self, step: int, at_once: bool) -> None:
+    def _show_round(self, step: int, force: bool) -> None:
         """The average only as long as it is there: a worker's next step goes over it, unless the strategy keeps it."""
         sync = self._sync
         assert sync.rounds is not None
         closed = sync.rounds != self._round
-        if ((at_once or closed) and not sync.local_steps) or (closed and self._keeps_average()):
+        if ((force or closed) and not sync.local_steps) or (closed and self._keeps_average()):
             self._publish(sync.common(), ParameterVersion(step, round=sync.rounds, local_step=0))
             self._round = sync.rounds
         elif self._newest and (closed or self._is_due(step)):
@@ -130,7 +130,7 @@ class Publisher:
             for own, agreed in zip(roster.parameters, self._sync.common(), strict=True)
         )
 
-    def sign(self, signature: bytes) -> None:
+    def set_signature(self, signature: bytes) -> None:
         """What the model takes and gives, for the predictor to know."""
         if self._showcase is not None:
             self._showcase.sign(signature)
@@ -160,9 +160,9 @@ class Publisher:
             self._showcase.close()
         self._showcase = None
 
-    def close(self, well: bool) -> None:
-        """The worker is done. If all went `well`, a predictor that is to stay but has not looked yet is waited for."""
-        deadline = time.monotonic() + (LINGER_S if well and self._config.after else 0.0)
+    def close(self, clean: bool) -> None:
+        """The worker is done. If all went `clean`, a predictor that is to stay but has not looked yet is waited for."""
+        deadline = time.monotonic() + (LINGER_S if clean and self._config.after else 0.0)
         while self._showcase is not None and not self._showcase.seen and time.monotonic() < deadline:
             if self._forsaken:
                 break  # nobody will look any more
@@ -174,7 +174,7 @@ class Publisher:
             self._showcase = None
 
 
-def note_signature(model: torch.nn.Module, told: Callable[[bytes], None]) -> None:
+def record_signature(model: torch.nn.Module, told: Callable[[bytes], None]) -> None:
     """Tells once, as JSON, what `model` takes and gives: as its first forward in training shows it, if that has one."""
 
     def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
