@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hora.coordinator.client import dial
 from hora.errors import HoraError, Unauthorized
 from hora.net import handshake
-from hora.net.handshake import MAGIC, NONCE_BYTES, PATIENCE_S, PROOF_BYTES, AuthenticatedListener
+from hora.net.handshake import HANDSHAKE_S, MAGIC, NONCE_BYTES, PROOF_BYTES, AuthenticatedListener, connect
 
 TOKEN, OTHER = b"a" * 32, b"b" * 32
-LIMIT_S = 2 * PATIENCE_S  # patience, and as much again for a busy machine
+LIMIT_S = 2 * HANDSHAKE_S  # patience, and as much again for a busy machine
 
 
 @pytest.fixture
@@ -67,8 +66,8 @@ def both(
             raised[index] = error
             pair[index].close()
 
-    client = functools.partial(handshake.greet, pair[0], client_token, client_purpose)
-    server = functools.partial(handshake.accept, pair[1], server_token, server_purpose)
+    client = functools.partial(handshake.client_handshake, pair[0], client_token, client_purpose)
+    server = functools.partial(handshake.server_handshake, pair[1], server_token, server_purpose)
     threads = [threading.Thread(target=side, args=args) for args in ((0, client), (1, server))]
     for thread in threads:
         thread.start()
@@ -116,14 +115,14 @@ def test_a_client_that_skips_the_servers_proof_still_has_to_give_its_own(
     client, server = pair
     client.sendall(MAGIC + bytes(NONCE_BYTES) + bytes(PROOF_BYTES))
     with pytest.raises(Unauthorized, match="wrong token"):
-        handshake.accept(server, TOKEN, "test")
+        handshake.server_handshake(server, TOKEN, "test")
 
 
 def test_a_server_without_the_token_is_found_out(pair: tuple[socket.socket, socket.socket]) -> None:
     client, server = pair
     server.sendall(os.urandom(NONCE_BYTES + PROOF_BYTES))
     with pytest.raises(Unauthorized, match="another run"):
-        handshake.greet(client, TOKEN, "test")
+        handshake.client_handshake(client, TOKEN, "test")
     server.settimeout(0.5)
     assert len(server.recv(4096)) == len(MAGIC) + NONCE_BYTES  # the client gave nothing away after that
     with pytest.raises(TimeoutError):
@@ -142,7 +141,7 @@ def test_a_server_that_returns_the_clients_own_words_is_found_out(pair: tuple[so
     thread = threading.Thread(target=reflect)
     thread.start()
     with pytest.raises(Unauthorized):
-        handshake.greet(client, TOKEN, "test")
+        handshake.client_handshake(client, TOKEN, "test")
     thread.join()
 
 
@@ -161,7 +160,7 @@ def test_the_bytes_of_a_good_client_are_refused_when_replayed(server: Server) ->
             return getattr(self._sock, name)
 
     with socket.create_connection(server.address) as sock:
-        handshake.greet(Recorder(sock), TOKEN, "test")  # type: ignore[arg-type]
+        handshake.client_handshake(Recorder(sock), TOKEN, "test")  # type: ignore[arg-type]
         assert _eventually(lambda: len(server.welcomed) == 1)
     assert len(recorded) == len(MAGIC) + NONCE_BYTES + PROOF_BYTES
     with socket.create_connection(server.address) as sock:
@@ -178,7 +177,7 @@ def test_at_most_69_bytes_are_read_from_a_stranger(
     sent = (MAGIC if right_magic else b"GET /") + os.urandom(8192 - 5)
     client.sendall(sent)
     with pytest.raises(Unauthorized):
-        handshake.accept(server, TOKEN, "test")
+        handshake.server_handshake(server, TOKEN, "test")
     read = 69 if right_magic else len(MAGIC) + NONCE_BYTES
     server.settimeout(1.0)
     left = b""
@@ -212,14 +211,14 @@ def _trickle(sock: socket.socket, stop: threading.Event) -> None:
 
 def test_a_client_gives_up_on_a_server_that_says_nothing(pair: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(TimeoutError):
-        handshake.greet(pair[0], TOKEN, "test", patience_s=0.2)
+        handshake.client_handshake(pair[0], TOKEN, "test", timeout_s=0.2)
 
 
 def test_strangers_do_not_hold_up_one_of_ours(server: Server) -> None:
     strangers = [socket.create_connection(server.address) for _ in range(10)]
     started = time.monotonic()
-    dial(server.address, TOKEN, "test", 10.0).close()
-    assert time.monotonic() - started < PATIENCE_S  # it did not wait for them to be dropped
+    connect(server.address, TOKEN, "test", 10.0).close()
+    assert time.monotonic() - started < HANDSHAKE_S  # it did not wait for them to be dropped
     for sock in strangers:
         sock.close()
 
@@ -228,9 +227,9 @@ def test_200_silent_strangers_keep_one_of_ours_out_for_seconds_at_most_and_take_
     threads, memory = threading.active_count(), _resident_bytes()
     strangers = [socket.create_connection(server.address) for _ in range(200)]
     assert _eventually(lambda: threading.active_count() > threads)
-    assert threading.active_count() <= threads + handshake.MAX_STRANGERS
+    assert threading.active_count() <= threads + handshake.MAX_HANDSHAKES
     started = time.monotonic()
-    dial(server.address, TOKEN, "test", 20.0).close()
+    connect(server.address, TOKEN, "test", 20.0).close()
     assert time.monotonic() - started < 10.0
     assert _resident_bytes() - memory < 50 << 20
     for sock in strangers:
@@ -245,7 +244,7 @@ def test_dial_waits_for_one_who_does_not_listen_yet() -> None:
         port = probe.getsockname()[1]
     found: list[Server] = []
     threading.Timer(0.2, lambda: found.append(Server(port=port))).start()
-    dial(("127.0.0.1", port), TOKEN, "test", 10.0).close()
+    connect(("127.0.0.1", port), TOKEN, "test", 10.0).close()
     assert _eventually(lambda: bool(found))
     found[0].close()
 
@@ -254,7 +253,7 @@ def test_dial_gives_up_in_time_and_names_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with pytest.raises(HoraError, match=f"127.0.0.1:{port}"):
-        dial(("127.0.0.1", port), TOKEN, "test", 0.3)
+        connect(("127.0.0.1", port), TOKEN, "test", 0.3)
 
 
 def test_dial_gives_up_at_once_when_the_other_end_is_known_to_be_gone() -> None:
@@ -268,7 +267,7 @@ def test_dial_gives_up_at_once_when_the_other_end_is_known_to_be_gone() -> None:
             raise HoraError("it is dead")
 
     with pytest.raises(HoraError, match="it is dead"):
-        dial(address, TOKEN, "test", 30.0, check=check)
+        connect(address, TOKEN, "test", 30.0, check=check)
 
 
 def test_a_closed_listener_accepts_nobody_and_ends_its_thread() -> None:
@@ -286,7 +285,7 @@ def test_a_welcome_that_fails_costs_only_its_own_connection() -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     listener = AuthenticatedListener(listening, TOKEN, "test", welcome)
     for _ in range(3):
-        with dial(listening.getsockname(), TOKEN, "test", 5.0) as sock:
+        with connect(listening.getsockname(), TOKEN, "test", 5.0) as sock:
             assert closed_within(sock, LIMIT_S) < LIMIT_S
     listener.close()
 

@@ -17,9 +17,11 @@ import torch
 
 from hora.collectives import Group
 from hora.coordinator import CoordinatorClient, CoordinatorEvent, CoordinatorService, Member
-from hora.coordinator.client import PURPOSE, dial
-from hora.coordinator.messages import MAX_FRAME_BYTES, FrameReader, Join, decode_answer, frame
+from hora.coordinator.client import PURPOSE
+from hora.coordinator.messages import Join, decode_answer
 from hora.errors import HoraError, Timeout, Unauthorized
+from hora.net.framing import MAX_FRAME_BYTES, FrameReader, frame
+from hora.net.handshake import connect
 from hora.world import World
 
 TOKEN = b"s" * 32
@@ -75,7 +77,7 @@ def lines(service: CoordinatorService, size: int) -> list[Line]:
 
 def raw(service: CoordinatorService, member: Member | None = None) -> socket.socket:
     """An authenticated connection without a client behind it; as `member` it has asked to join."""
-    sock = dial(service.address, TOKEN, PURPOSE, 5.0)
+    sock = connect(service.address, TOKEN, PURPOSE, 5.0)
     if member is not None:
         sock.sendall(frame(Join(id=1, member=member)))
     sock.settimeout(10.0)

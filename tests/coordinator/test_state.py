@@ -23,9 +23,9 @@ from hora.coordinator.messages import (
     Release,
     Stop,
     Tell,
-    frame,
 )
 from hora.coordinator.state import DISCONNECT_GRACE_S, Out
+from hora.net.framing import frame
 
 
 def member(rank: int, role: str = "worker") -> Member:

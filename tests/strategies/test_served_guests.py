@@ -17,8 +17,8 @@ import torch
 import ranks
 import trainings
 from hora.collectives import Group
-from hora.coordinator.client import dial
 from hora.data import DataService, shard
+from hora.net.handshake import connect
 from hora.net.message_socket import HEADER, MessageSocket
 from hora.server import messages
 from hora.server.loop import PURPOSE
@@ -119,7 +119,7 @@ def raw(address: tuple[str, int], *words: bytes, stay_s: float = 0.0) -> None:
 
 def line_to(address: tuple[str, int], token: bytes = ranks.TOKEN) -> MessageSocket:
     return MessageSocket(
-        dial(address, token, PURPOSE), lambda *_: memoryview(bytearray(1 << 20)), messages.encode, messages.decode
+        connect(address, token, PURPOSE), lambda *_: memoryview(bytearray(1 << 20)), messages.encode, messages.decode
     )
 
 

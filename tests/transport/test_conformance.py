@@ -317,7 +317,7 @@ def test_a_transport_without_shared_memory_says_so(private: str) -> None:
 def test_a_rank_that_cannot_be_reached_is_named_with_the_address_that_was_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hora.transport.tcp.dial", functools.partial(tcp.dial, timeout_s=0.3))
+    monkeypatch.setattr("hora.transport.tcp.connect", functools.partial(tcp.connect, timeout_s=0.3))
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     monkeypatch.setattr(World, "_address", lambda world, rank: ("127.0.0.1", port))

@@ -15,10 +15,9 @@ import torch
 
 from hora.collectives import Group
 from hora.coordinator import Member
-from hora.coordinator.client import dial
 from hora.errors import HoraError, Mismatch, PeerLost, Timeout, Unauthorized
 from hora.net.handshake import MAGIC as HELLO
-from hora.net.handshake import NONCE_BYTES, PROOF_BYTES
+from hora.net.handshake import NONCE_BYTES, PROOF_BYTES, connect
 from hora.transport import GroupSpec
 from hora.transport.base import COLLECTIVES, NUM_CHANNELS, POINT_TO_POINT
 from hora.transport.tcp import HEADER, INTRODUCTION, MAGIC, PURPOSE, TcpListener, TcpTransport
@@ -76,7 +75,7 @@ def impostor(
     address: tuple[str, int], rank: int, channel: int = COLLECTIVES, generation: int = GENERATION, group: int = GROUP
 ) -> socket.socket:
     """A connection that holds the token and introduces itself as `rank`."""
-    sock = dial(address, TOKEN, PURPOSE, 10.0)
+    sock = connect(address, TOKEN, PURPOSE, 10.0)
     sock.sendall(INTRODUCTION.pack(generation, group, rank, channel))
     return sock
 
@@ -108,17 +107,17 @@ def test_strangers_are_dropped_and_the_run_goes_on(dance: Dance) -> None:
             sock.sendall(hello)
             strangers.append(sock)
         with pytest.raises(Unauthorized):
-            dial(address, b"wrong" * 6, PURPOSE, 5.0)
+            connect(address, b"wrong" * 6, PURPOSE, 5.0)
         with pytest.raises(Unauthorized):
-            dial(address, TOKEN, "control", 5.0)  # the right token for another door
+            connect(address, TOKEN, "control", 5.0)  # the right token for another door
     assert dance.goes_on()
     assert all(dropped(sock) for sock in strangers)
     assert dance.goes_on()
 
 
 def test_an_introduction_that_stalls_is_dropped(dance: Dance) -> None:
-    mute = dial(dance.addresses[0], TOKEN, PURPOSE, 5.0)
-    half = dial(dance.addresses[1], TOKEN, PURPOSE, 5.0)
+    mute = connect(dance.addresses[0], TOKEN, PURPOSE, 5.0)
+    half = connect(dance.addresses[1], TOKEN, PURPOSE, 5.0)
     half.sendall(INTRODUCTION.pack(GENERATION, GROUP, 1, 0)[:7])
     assert dropped(mute) and dropped(half)
     assert dance.goes_on()
@@ -171,7 +170,7 @@ def test_a_few_hundred_short_connections_change_nothing_and_leave_nothing() -> N
         kind = chance.choice(("noise", "hello", "proof", "introduction", "reset"))
         with contextlib.suppress(OSError):
             if kind == "introduction":
-                with dial(address, TOKEN, PURPOSE, 10.0) as sock:
+                with connect(address, TOKEN, PURPOSE, 10.0) as sock:
                     sock.sendall(chance.randbytes(chance.choice((0, 3, INTRODUCTION.size, 300))))
                 continue
             with socket.create_connection(address) as sock:

@@ -17,10 +17,11 @@ import tempfile
 from collections.abc import Iterator
 
 from hora.coordinator import CoordinatorService
-from hora.coordinator.messages import AnyRequest, frame
+from hora.coordinator.messages import AnyRequest
 from hora.coordinator.state import Coordinator, Out
 from hora.launch import process_set
 from hora.launch.config import RunConfig
+from hora.net.framing import frame
 from hora.rendezvous.environment import NAMES
 from hora.strategies import parse
 

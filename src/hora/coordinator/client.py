@@ -3,52 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
 
-from ..errors import HoraError, Unauthorized
-from ..net import handshake, keepalive
+from ..net import keepalive
+from ..net.framing import FrameReader, frame
+from ..net.handshake import connect
 from .control import CoordinatorLine
-from .messages import AnyRequest, FrameReader, decode_answer, frame
-
-log = logging.getLogger(__name__)
+from .messages import AnyRequest, decode_answer
 
 PURPOSE = "control"
-TRY_S = 2.0  # one try: between them somebody may say that whoever should listen is gone
-
-
-def dial(
-    address: tuple[str, int],
-    token: bytes,
-    purpose: str,
-    timeout_s: float = 30.0,
-    check: Callable[[], None] | None = None,
-) -> socket.socket:
-    """An authenticated connection to `address`, or an error that names it. Tries again while nobody listens yet; before
-    each try `check` may raise, because whoever should listen there is gone."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        sock = None
-        if check is not None:
-            check()
-        try:
-            sock = socket.create_connection(address, timeout=max(0.1, min(TRY_S, deadline - time.monotonic())))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            handshake.greet(sock, token, purpose, min(10.0, max(0.1, deadline - time.monotonic())))
-            return sock
-        except Unauthorized:
-            if sock is not None:
-                sock.close()
-            raise
-        except OSError as problem:
-            if sock is not None:
-                sock.close()
-            if time.monotonic() + 0.1 >= deadline:
-                raise HoraError(f"no connection to {address[0]}:{address[1]} ({purpose}): {problem}") from None
-            time.sleep(0.05)
 
 
 class CoordinatorClient(CoordinatorLine):
@@ -64,7 +29,7 @@ class CoordinatorClient(CoordinatorLine):
         super().__init__()
         self.address = address
         self.on_lost = on_lost
-        self._sock = dial(address, token, PURPOSE, timeout_s)
+        self._sock = connect(address, token, PURPOSE, timeout_s)
         keepalive.attach(self._sock)
         self._writing = threading.Lock()
         self._closed = False

@@ -1,17 +1,13 @@
-"""What members and coordinator say to each other: typed messages in msgpack, each frame a length and a body."""
+"""What members and coordinator say to each other: typed messages in msgpack, framed by net/framing.py."""
 
 from __future__ import annotations
-
-import struct
 
 import msgspec
 
 PROTOCOL = 1
-MAX_FRAME_BYTES = 1 << 20
 MAX_VALUE_BYTES = 64 << 10
 MAX_REPORT_BYTES = 256 << 10
 MAX_NAME_CHARS = 1024  # of a key, a lease, a topic, a host: what is passed on must fit into a frame
-LENGTH = struct.Struct("<I")
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -192,33 +188,5 @@ AnyRequest = (
 )
 AnyAnswer = CoordinatorReply | CoordinatorEvent
 
-_encoder = msgspec.msgpack.Encoder()
 decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
 decode_answer = msgspec.msgpack.Decoder(AnyAnswer).decode
-
-
-def frame(message: AnyRequest | AnyAnswer) -> bytes:
-    body = _encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a control message of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}")
-    return LENGTH.pack(len(body)) + body
-
-
-class FrameReader:
-    """Cuts a stream of bytes into frame bodies; a length over the limit raises ValueError before anything is kept."""
-
-    def __init__(self) -> None:
-        self._pending = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        self._pending += data
-        bodies = []
-        while len(self._pending) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._pending)
-            if length > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame announces {length} bytes; the limit is {MAX_FRAME_BYTES}")
-            if len(self._pending) < LENGTH.size + length:
-                break
-            bodies.append(bytes(self._pending[LENGTH.size : LENGTH.size + length]))
-            del self._pending[: LENGTH.size + length]
-        return bodies

@@ -16,10 +16,11 @@ import time
 import msgspec
 
 from ..net import keepalive
+from ..net.framing import FrameReader, frame
 from ..net.handshake import AuthenticatedListener
 from .client import PURPOSE
 from .lease_manager import describe
-from .messages import FrameReader, decode_request, frame
+from .messages import decode_request
 from .state import Coordinator, Out
 
 log = logging.getLogger(__name__)

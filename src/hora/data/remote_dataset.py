@@ -30,9 +30,10 @@ import msgspec
 from .. import checkpoint
 from ..checkpoint.tensorfile import TensorFile
 from ..coordinator import CoordinatorEvent, CoordinatorLine
-from ..coordinator.client import dial
 from ..errors import HoraError, PeerLost, Timeout
 from ..net import handshake
+from ..net.framing import recv_exactly
+from ..net.handshake import connect
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +98,10 @@ class SampleExchange:
     def _serve(self, sock: socket.socket) -> None:
         try:
             while True:
-                (length,) = _ASK.unpack(_receive(sock, _ASK.size))
+                (length,) = _ASK.unpack(recv_exactly(sock, _ASK.size))
                 if length > MAX_REQUEST_BYTES:
                     raise ValueError(f"a request announces {length} bytes")
-                number, numbers = msgspec.msgpack.decode(_receive(sock, length), type=tuple[int, list[int]])
+                number, numbers = msgspec.msgpack.decode(recv_exactly(sock, length), type=tuple[int, list[int]])
                 head, body = self._read(number, numbers)
                 sock.sendall(_ANSWER.pack(len(head), len(body)) + head)
                 sock.sendall(body)
@@ -249,8 +250,8 @@ class RemoteDataset:
             self._sock.settimeout(self._timeout_s)
             self._sock.sendall(_ASK.pack(len(body)) + body)
             self._await()
-            head_bytes, body_bytes = _ANSWER.unpack(_receive(self._sock, _ANSWER.size))
-            head, data = _receive(self._sock, head_bytes), _receive(self._sock, body_bytes)
+            head_bytes, body_bytes = _ANSWER.unpack(recv_exactly(self._sock, _ANSWER.size))
+            head, data = recv_exactly(self._sock, head_bytes), recv_exactly(self._sock, body_bytes)
         except TimeoutError:
             self.close()
             raise Timeout(f"rank {self._source} has handed out no samples for {self._timeout_s:.0f} s") from None
@@ -286,7 +287,7 @@ class RemoteDataset:
         if self._sock is not None:
             self._sock.close()
         try:
-            self._sock = dial(self._address, self._token, PURPOSE, min(30.0, self._timeout_s))
+            self._sock = connect(self._address, self._token, PURPOSE, min(30.0, self._timeout_s))
         except HoraError as problem:
             raise PeerLost(f"rank {self._source} hands out no samples any more: {problem}", (self._source,)) from None
         self._pid = os.getpid()
@@ -328,17 +329,6 @@ def unpack(head: bytes, data: bytes) -> tuple[str, Any]:
     """What `pack` made: an error, or the batch."""
     error, plain = msgspec.msgpack.decode(head, type=tuple[str, Any])
     return error, None if error else checkpoint.decode(plain, checkpoint.parse(data, "a batch that was handed out"))
-
-
-def _receive(sock: socket.socket, count: int) -> bytes:
-    received = bytearray(count)
-    window, begin = memoryview(received), 0
-    while begin < count:
-        got = sock.recv_into(window[begin:])
-        if not got:
-            raise ConnectionError("the connection was closed")
-        begin += got
-    return bytes(received)
 
 
 def _forget_after_fork(handout: SampleExchange) -> None:

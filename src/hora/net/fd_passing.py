@@ -16,6 +16,7 @@ import time
 
 from ..errors import HoraError
 from . import handshake
+from .framing import recv_exactly
 
 PURPOSE = "descriptors"
 GRANTED, REFUSED = b"G", b"R"
@@ -79,7 +80,7 @@ class FdPassing:
             sock.connect("\0" + address)
             if handshake.peer_credentials(sock)[1] != os.getuid():
                 raise ConnectionError("the process at the other end runs under another user")
-            handshake.greet(sock, self._token, purpose, timeout_s)
+            handshake.client_handshake(sock, self._token, purpose, timeout_s)
         except BaseException:
             sock.close()
             raise
@@ -88,8 +89,8 @@ class FdPassing:
     def _serve(self, sock: socket.socket) -> None:
         with sock:
             deadline = time.monotonic() + 10.0
-            length = handshake.recv_exactly(sock, 1, deadline)[0]
-            key = handshake.recv_exactly(sock, length, deadline).decode()
+            length = recv_exactly(sock, 1, deadline)[0]
+            key = recv_exactly(sock, length, deadline).decode()
             deadline = time.monotonic() + self._timeout_s
             with self._news:
                 while key not in self._offers:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from ..coordinator import CoordinatorEvent, CoordinatorLine
-from ..coordinator.client import dial
 from ..errors import HoraError, Mismatch, OutOfMemory, PeerLost, Timeout
 from ..monitor import spans
 from ..monitor.spans import COMMUNICATION, TRAINING
 from ..net.fd_passing import FdPassing
+from ..net.handshake import connect
 from ..net.message_socket import ConnectionClosed, MessageSocket
 from ..net.tensor_bytes import tensor_bytes
 from ..transport.base import NOTICE_S, SLICE_S, SLOW_S
@@ -206,7 +206,7 @@ class ServerClient:
             assert self._passing is not None
             sock = self._passing.reach(near_address(passing)[1:], self._timeout_s, PURPOSE)
         else:
-            sock = dial(address, self._token, PURPOSE, check=self.check)
+            sock = connect(address, self._token, PURPOSE, check=self.check)
             tune(sock)
         line = MessageSocket(sock, self._place, messages.encode, messages.decode)
         line.peer = ("server", link.number)

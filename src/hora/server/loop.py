@@ -22,11 +22,11 @@ import msgspec
 import torch
 
 from ..coordinator import CoordinatorEvent
-from ..coordinator.client import dial
 from ..errors import HoraError, OutOfMemory
 from ..monitor import spans
 from ..net import handshake
 from ..net.fd_passing import FdPassing
+from ..net.handshake import connect
 from ..net.message_socket import ConnectionClosed, MessageSocket
 from ..rendezvous.context import RunContext
 from ..transport.tcp import tune
@@ -174,7 +174,7 @@ class ServerLoop:
     def _call_first(self) -> None:
         """Server 0 is where servers agree."""
         host, port, _ = self.context.control.get("ps/0", self.context.timeout_s).decode().split()
-        sock = dial((host, int(port)), self.context.token, PURPOSE)
+        sock = connect((host, int(port)), self.context.token, PURPOSE)
         tune(sock)
         line = MessageSocket(sock, self._place, messages.encode, messages.decode)
         line.peer = ("server", 0)

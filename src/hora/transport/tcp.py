@@ -25,9 +25,10 @@ from collections.abc import Callable
 
 import torch
 
-from ..coordinator.client import dial
 from ..errors import HoraError, PeerLost, Timeout, Unauthorized
 from ..net import handshake
+from ..net.framing import recv_exactly
+from ..net.handshake import connect
 from ..net.tensor_bytes import tensor_bytes
 from .base import NUM_CHANNELS, SLICE_S, BoundedWait, GroupSpec, Land, Transfer, Transport
 from .rate_limit import RateLimiter
@@ -87,7 +88,7 @@ class TcpListener:
             self._groups.pop((transport.circle.generation, transport.circle.group), None)
 
     def _welcome(self, sock: socket.socket) -> None:
-        data = handshake.recv_exactly(sock, INTRODUCTION.size, time.monotonic() + handshake.PATIENCE_S)
+        data = recv_exactly(sock, INTRODUCTION.size, time.monotonic() + handshake.HANDSHAKE_S)
         generation, group, rank, channel = INTRODUCTION.unpack(data)
         with self._order:
             if self._closed:
@@ -145,7 +146,7 @@ class TcpTransport(Transport):
         """HoraError that names the peer, its host and the address that was tried, if nobody answers there."""
         address = self._address_of(peer)
         try:
-            return dial(address, self._port.token, PURPOSE, check=BoundedWait(self, (peer,)).check)
+            return connect(address, self._port.token, PURPOSE, check=BoundedWait(self, (peer,)).check)
         except HoraError as problem:
             if problem is self.cause or isinstance(problem, (PeerLost, Timeout)):
                 raise

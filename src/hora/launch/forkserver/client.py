@@ -128,7 +128,9 @@ class ForkServer:
     ) -> ForkedProcess:
         """A process with `env` as its environment, /dev/null as stdin, and a descriptor that holds `token`, whose
         number HORA_TOKEN_FD tells it. OSError if it could not be started."""
-        message = frame(ForkRequest(list(argv), dict(env), self._cwd, ["HORA_TOKEN_FD"], self._fork))
+        message = frame(
+            ForkRequest(list(argv), dict(env), self._cwd, ["HORA_TOKEN_FD"], self._fork), "arguments and environment"
+        )
         with contextlib.ExitStack() as passed:
             pipes = []
             descriptors = [os.open(os.devnull, os.O_RDONLY)]

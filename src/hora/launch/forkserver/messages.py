@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hora.coordinator.messages import LENGTH, MAX_FRAME_BYTES, FrameReader
+from hora.net.framing import FrameReader, frame
 
 __all__ = [
     "ForkReply",
@@ -77,13 +77,5 @@ class ProcessExit(ForkServerMessage, tag="ended"):
 
 FromServer = ServerReady | ForkReply | ProcessExit
 
-_encode = msgspec.msgpack.Encoder().encode
 decode_client = msgspec.msgpack.Decoder(ForkRequest | SignalRequest).decode
 decode_server = msgspec.msgpack.Decoder(FromServer).decode
-
-
-def frame(message: ForkServerMessage) -> bytes:
-    body = _encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"arguments and environment have {len(body)} bytes; the limit is {MAX_FRAME_BYTES}")
-    return LENGTH.pack(len(body)) + body

@@ -24,9 +24,9 @@ import time
 
 import hora
 from hora.coordinator.client import PURPOSE as CONTROL
-from hora.coordinator.client import dial
 from hora.errors import HoraError
 from hora.net import handshake, interface
+from hora.net.handshake import connect
 from hora.net.interface import kernel
 
 from ...net.machine import num_cores
@@ -278,7 +278,7 @@ class Agent:
         address = ""
         try:
             address = interface.named(route.interface) if route.interface else interface.route_to(route.host)
-            dial((route.host, route.port), self._hello.token, CONTROL, PROBE_S).close()
+            connect((route.host, route.port), self._hello.token, CONTROL, PROBE_S).close()
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listening = socket.create_server((address, 0), family=family, backlog=128)
         except (OSError, HoraError, ValueError) as problem:
@@ -297,7 +297,7 @@ class Agent:
         def reach(peer: tuple[str, int]) -> tuple[str, float]:
             began = time.monotonic()
             try:
-                dial(peer, token, PROBE, PROBE_S).close()
+                connect(peer, token, PROBE, PROBE_S).close()
             except (OSError, HoraError) as problem:
                 return str(problem), time.monotonic() - began
             return "", time.monotonic() - began

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hora.coordinator.messages import LENGTH, MAX_FRAME_BYTES, FrameReader
+from hora.net.framing import MAX_FRAME_BYTES, FrameReader, frame
 
 __all__ = ["MAX_FRAME_BYTES", "FrameReader", "FromAgent", "FromLauncher", "decode_agent", "decode_launcher", "frame"]
 
@@ -186,13 +186,5 @@ FromAgent = (
     | AgentBye
 )
 
-_encode = msgspec.msgpack.Encoder().encode
 decode_launcher = msgspec.msgpack.Decoder(FromLauncher).decode
 decode_agent = msgspec.msgpack.Decoder(FromAgent).decode
-
-
-def frame(message: FromLauncher | FromAgent) -> bytes:
-    body = _encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}")
-    return LENGTH.pack(len(body)) + body

@@ -19,8 +19,9 @@ import time
 from collections import Counter
 from typing import Any
 
-from hora.coordinator.client import dial
 from hora.net import handshake
+from hora.net.framing import recv_exactly
+from hora.net.handshake import connect
 
 from ..config import RunConfig
 from ..process_set import Seat
@@ -47,7 +48,7 @@ class AgentActor:
 
     def serve(self, number: int, address: tuple[str, int], token: bytes) -> int:
         """Starts the agent, with a line to the launcher as its stdin and stdout, and waits for its end."""
-        sock = dial(address, token, PURPOSE)
+        sock = connect(address, token, PURPOSE)
         sock.sendall(NUMBER.pack(number))
         line = sock.fileno()
         return subprocess.call([sys.executable, "-m", AGENT], stdin=line, stdout=line, start_new_session=True)
@@ -184,7 +185,7 @@ def _meet(
             raise ValueError(f"no agent came from {missing} in {MEET_S:g} s; can these hosts reach this machine?")
         with contextlib.suppress(queue.Empty):
             sock = lines.get(timeout=0.1)
-            (number,) = NUMBER.unpack(handshake.recv_exactly(sock, NUMBER.size, time.monotonic() + 2.0))
+            (number,) = NUMBER.unpack(recv_exactly(sock, NUMBER.size, time.monotonic() + 2.0))
             found[number] = sock
     return [_site(names[number], found[number]) for number in range(len(running))]
 
