@@ -27,13 +27,13 @@ from .data import DataService, LedgerView, Shard, shard
 from .errors import HoraError, PeerLost
 from .launch.forkserver import interpreter
 from .monitor import spans
-from .monitor.values import Histogram, checked
+from .monitor.values import Histogram, check_values
 from .net.machine import num_cores
 from .parameters.registry import ParameterRegistry
 from .rendezvous import environment
 from .rendezvous.context import TIMEOUT_S, ProcessIdentity, RunContext
 from .rendezvous.rendezvous import rendezvous
-from .runs.exit_codes import ECHO_EXIT, SCRIPT_FAILED
+from .runs.exit_codes import SCRIPT_FAILED, SECONDARY_FAILURE
 from .strategies import PS, Auto, LocalSGD, Strategy
 from .strategies.common.sync import CommStats
 from .training import Training, checkpointing, several
@@ -260,7 +260,7 @@ class Job:
                 raise
             time.sleep(LINGER_S)  # until the launcher, which has heard it, ends this one too
             self._failed = True
-            _exit(ECHO_EXIT)
+            _exit(SECONDARY_FAILURE)
         if self._lost:
             raise PeerLost(self._lost, (0,), echo=True)
         raise SystemExit(0)
@@ -314,7 +314,7 @@ class Job:
         """What to show of this step: numbers, tensors of one element, or `hora.Histogram(tensor)`; rank 0's are shown.
 
         No device is waited for: a tensor on one is read later, by another thread."""
-        scalars, histograms = checked(values)
+        scalars, histograms = check_values(values)
         self._logged = True
         if self._progress is not None:
             self._progress.log(scalars, self.training)
@@ -634,7 +634,7 @@ def _report_failures(job: Job) -> None:
                 print(f"stopped: {error}", file=sys.stderr, flush=True)
             else:
                 _show(error, trace)
-            _exit(ECHO_EXIT)
+            _exit(SECONDARY_FAILURE)
         if issubclass(kind, KeyboardInterrupt):
             with contextlib.suppress(Exception):
                 job.training.go_on()

@@ -17,7 +17,8 @@ from typing import Any
 from hora.coordinator.messages import Member
 from hora.monitor.messages import HistogramReport, MetricsRow, Notice, ServerReport, WorkerReport
 from hora.monitor.run_state import RunState
-from hora.runs.database import NAME, RunDatabase
+from hora.runs.database import RunDatabase
+from hora.runs.run_directory import DATABASE
 
 
 class Story:
@@ -41,13 +42,13 @@ class Story:
         self._lock: int | None = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.board = RunState(run=name, size=size, strategy=strategy)
-        self.board.settle(algorithm=algorithm or None, serving=serving or None)
-        self.memory = RunDatabase(str(self.path / NAME), self._warn)
+        self.board.update(algorithm=algorithm or None, serving=serving or None)
+        self.memory = RunDatabase(str(self.path / DATABASE), self._warn)
         self.random = random.Random(seed)
         self.clock, self.step, self.rounds, self.every = 0.0, 0, 0, 8
         self.lags: list[dict[int, int]] = [{} for _ in range(servers)]
         for rank in range(size):
-            self.board.event("joined", str(self.member(rank)), f"{self.member(rank)} has joined", self.clock)
+            self.board.on_event("joined", str(self.member(rank)), f"{self.member(rank)} has joined", self.clock)
         self.write()
 
     def member(self, rank: int, role: str = "worker") -> Member:
@@ -66,24 +67,24 @@ class Story:
         if pause is not None:
             self.rounds = self.step // self.every
         for rank in range(self.size):
-            self.board.hear(self.member(rank), self._work(rank, steps, spent_s, values), self.clock)
+            self.board.on_report(self.member(rank), self._work(rank, steps, spent_s, values), self.clock)
         for number in range(self.servers):
-            self.board.hear(self.member(number, "server"), self._keeping(number, steps, spent_s), self.clock)
+            self.board.on_report(self.member(number, "server"), self._keeping(number, steps, spent_s), self.clock)
         self.board.tick(self.clock)
         if write:
             self.write()
 
     def write(self) -> None:
-        self.memory.write(self.board, self.board.now(self.clock))
+        self.memory.write(self.board, self.board.status(self.clock))
 
     def event(self, kind: str, who: str, text: str) -> None:
-        self.board.event(kind, who, text, self.clock)
+        self.board.on_event(kind, who, text, self.clock)
 
     def end(self, code: int = 0) -> None:
         """As the launcher ends it: the memory first, end.json, then the lock."""
         if self._lock is None:
             return
-        self.memory.keep("end", {"code": code})
+        self.memory.put("end", {"code": code})
         self.event("end", "run", f"the run has ended with code {code}")
         self.write()
         summary = self.board.summary(self.clock)

@@ -17,7 +17,7 @@ from pages import Page, shown, until
 from stories import Story, older
 
 from hora.dashboard import feed as feed_module
-from hora.runs.database import NAME
+from hora.runs.run_directory import DATABASE
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")
@@ -413,7 +413,7 @@ def test_a_predictor_can_be_tried(browser: Browser, home: pathlib.Path, page: Pa
 
 def test_a_run_of_another_version_says_the_way_out(browser: Browser, home: pathlib.Path) -> None:
     Story(home, "one").end()
-    with sqlite3.connect(home / "one" / NAME) as memory:
+    with sqlite3.connect(home / "one" / DATABASE) as memory:
         memory.execute("PRAGMA user_version = 7")
     tab = browser.open("/")
     assert "written by another version of Hora" in text(tab, "#runs")

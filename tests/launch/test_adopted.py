@@ -239,5 +239,5 @@ def test_a_server_ends_when_the_rank_that_hosts_the_coordinator_is_killed(starte
     )  # fmt: skip
     assert done[0][0] == -signal.SIGKILL
     for code, out in done[1:]:
-        assert code == exit_codes.ECHO_EXIT, out
+        assert code == exit_codes.SECONDARY_FAILURE, out
         assert "stopped: " in out and "lost rank 0 (host" in out, out

@@ -176,10 +176,10 @@ def test_a_lost_host_is_named_on_both_sides(started: Started, hosts: links.Names
     began = time.monotonic()
     (code, out), *away = said(ranks, 30)
     print(f"all had ended after {time.monotonic() - began:.1f} s")
-    assert code == exit_codes.ECHO_EXIT, out
+    assert code == exit_codes.SECONDARY_FAILURE, out
     assert re.search(rf"stopped: .*lost rank [12] \(host host1, pid \d+\).*{NO_ANSWER}", out), out
     for code, out in away:
-        assert code == exit_codes.ECHO_EXIT, out
+        assert code == exit_codes.SECONDARY_FAILURE, out
         assert re.search(rf"stopped: .*lost rank 0 \(host host0, pid \d+\).*{NO_ANSWER}", out), out
     assert time.monotonic() - began < 15
 
@@ -192,7 +192,7 @@ def test_a_server_on_another_host_ends_too_when_rank_0s_host_is_lost(started: St
         wait_for(ranks[rank], f"steps: rank {rank} of 2")
     cut(hosts, 1)
     for code, out in said(ranks[1:], 30):
-        assert code == exit_codes.ECHO_EXIT, out
+        assert code == exit_codes.SECONDARY_FAILURE, out
         assert re.search(rf"stopped: .*lost rank 0 \(host host0, pid \d+\).*{NO_ANSWER}", out), out
 
 

@@ -50,8 +50,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
                     sent_at=at, step=last, steps=20, seconds=2.0, exposed_s=0.0, comm_s=0.0, sent_bytes=0, samples=1280,
                     computes=[0.1], rows=rows,
                 )  # fmt: skip
-                board.hear(Member("worker", 0, "a", 7), work, at)
-            memory = RunDatabase(os.path.join(record.path, run_directory.MEMORY), warn=pytest.fail)
+                board.on_report(Member("worker", 0, "a", 7), work, at)
+            memory = RunDatabase(os.path.join(record.path, run_directory.DATABASE), warn=pytest.fail)
             memory.write(board)
             memory.close()
             end["summary"] = board.summary()

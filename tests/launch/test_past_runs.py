@@ -44,9 +44,9 @@ def remember(path: Path, *, name: str = "loss", steps: int = 20, finite: bool = 
         sent_at=steps * 0.1, step=steps, steps=steps, seconds=steps * 0.1, exposed_s=0.0, comm_s=0.0, sent_bytes=0,
         samples=64 * steps, computes=[0.1], rows=rows, notices=notices,
     )  # fmt: skip
-    board.hear(Member("worker", 0, "a", 7), work, steps * 0.1)
+    board.on_report(Member("worker", 0, "a", 7), work, steps * 0.1)
     board.tick(steps * 0.1)
-    memory = RunDatabase(str(path / run_directory.MEMORY), warn=pytest.fail)
+    memory = RunDatabase(str(path / run_directory.DATABASE), warn=pytest.fail)
     memory.write(board)
     memory.close()
 
@@ -188,7 +188,7 @@ def test_show_as_json_has_events_and_the_records(make: Make) -> None:
     remember(Path(record.path))
     told = json.loads(invoke(runs.show, "told", "--json").output)
     assert told["events"][-1]["kind"] == "checkpoint" and told["memory"] == os.path.join(
-        record.path, run_directory.MEMORY
+        record.path, run_directory.DATABASE
     )
     assert told["record"]["end"]["code"] == 0 and told["record"]["run"]["host"] == "a"
     assert invoke(runs.show, "told", "--json", "--data").exit_code == 2
@@ -206,14 +206,14 @@ def test_a_memory_of_another_version_is_said_and_the_rest_is_shown(make: Make) -
 
     record = make("old", end={})
     remember(Path(record.path))
-    with sqlite3.connect(os.path.join(record.path, run_directory.MEMORY)) as connection:
+    with sqlite3.connect(os.path.join(record.path, run_directory.DATABASE)) as connection:
         connection.execute("PRAGMA user_version = 7")
     connection.close()
     assert "old" in invoke(runs.runs).output
     shown = invoke(runs.show, "old")
     assert shown.exit_code == 0 and "state     ended well" in shown.output
     assert "was written by another version of Hora (schema 7, this one reads 1)" in shown.output
-    Path(record.path, run_directory.MEMORY).write_text("no database")
+    Path(record.path, run_directory.DATABASE).write_text("no database")
     assert "memory" in invoke(runs.show, "old").output
 
 

@@ -12,7 +12,7 @@ import pytest
 from hora.monitor.run_state import RunState
 from hora.runs import run_directory
 from hora.runs.run_directory import RunDirectory
-from hora.runs.summary import sentences, single_speed
+from hora.runs.summary import single_worker_speed, summary_lines
 from hora.terminal import format
 
 TOLD: dict[str, Any] = {
@@ -24,7 +24,7 @@ FACTS: dict[str, Any] = {"command": ["train.py", "--lr", "1"], "module": False, 
 
 
 def test_three_lines_tell_all_that_is_known() -> None:
-    assert sentences(TOLD, single=239.0) == [
+    assert summary_lines(TOLD, single=239.0) == [
         "1,284 steps, 10,272 samples in 12.2 s: 840 samples/s, 88 % of 4 times what one worker does alone (239)",
         "loss 0.3124, accuracy 0.9131; 14 rounds; 2 checkpoints written; 1 step skipped",
         "each worker sent 4.2 MB per step, 83 % of the communication hidden behind computation; "
@@ -33,7 +33,7 @@ def test_three_lines_tell_all_that_is_known() -> None:
 
 
 def test_the_time_of_training_is_told_apart_from_that_of_the_whole() -> None:
-    first = sentences({**TOLD, "seconds": 100.0}, single=None)[0]
+    first = summary_lines({**TOLD, "seconds": 100.0}, single=None)[0]
     assert first == "1,284 steps, 10,272 samples in 12.2 s (1 min 40 s from start to end): 840 samples/s"
 
 
@@ -47,19 +47,20 @@ def test_what_is_not_known_is_not_said() -> None:
         "workers": 1,
         "rounds": None,
     }
-    assert sentences(alone, single=None) == ["3 steps in 1.0 s"]
+    assert summary_lines(alone, single=None) == ["3 steps in 1.0 s"]
     assert (
-        sentences({**TOLD, "values": {}, "rounds": None, "checkpoints": 0, "skipped": 0}, single=None)[1][:4] == "each"
+        summary_lines({**TOLD, "values": {}, "rounds": None, "checkpoints": 0, "skipped": 0}, single=None)[1][:4]
+        == "each"
     )
 
 
 def test_a_run_that_did_not_train_says_nothing() -> None:
-    assert sentences({}, single=5.0) == []
-    assert sentences(RunState(run="x", size=2).summary(), single=None) == []
+    assert summary_lines({}, single=5.0) == []
+    assert summary_lines(RunState(run="x", size=2).summary(), single=None) == []
 
 
 def test_one_worker_is_not_measured_against_itself() -> None:
-    assert "alone" not in sentences({**TOLD, "workers": 1}, single=840.0)[0]
+    assert "alone" not in summary_lines({**TOLD, "workers": 1}, single=840.0)[0]
 
 
 def test_wrong_types_and_hostile_names_do_no_harm() -> None:
@@ -71,7 +72,7 @@ def test_wrong_types_and_hostile_names_do_no_harm() -> None:
         "slowest": "\x07x",
         "hidden": "a",
     }
-    text = "\n".join(sentences(bad, single=math.nan))
+    text = "\n".join(summary_lines(bad, single=math.nan))
     assert "loss nan" in text and not set("\x1b\x07") & set(text)
 
 
@@ -91,7 +92,7 @@ def past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 
 
 def test_the_newest_run_of_the_same_command_with_one_worker_tells_its_speed(past: Callable[..., None]) -> None:
-    assert single_speed(FACTS, 100) is None
+    assert single_worker_speed(FACTS, 100) is None
     past("old", 100.0)
     past("new", 200.0)
     past("failed", 300.0, code=1)
@@ -105,16 +106,16 @@ def test_the_newest_run_of_the_same_command_with_one_worker_tells_its_speed(past
     past("threads", 1000.0, threads=2)
     past("cut short", 1100.0, max_steps=5)
     past("hosts", 1200.0, hosts=["a", "b"])
-    assert single_speed(FACTS, 100) == 200.0
-    assert single_speed({**FACTS, "command": ("train.py", "--lr", "1")}, 100) == 200.0, "as the launcher has it"
-    assert single_speed({**FACTS, "size": 1}, 100) is None
-    assert single_speed({**FACTS, "hosts": ["a", "b"]}, 100) is None
-    assert single_speed(FACTS, 10_000) is None, "a hundred steps say little about ten thousand"
+    assert single_worker_speed(FACTS, 100) == 200.0
+    assert single_worker_speed({**FACTS, "command": ("train.py", "--lr", "1")}, 100) == 200.0, "as the launcher has it"
+    assert single_worker_speed({**FACTS, "size": 1}, 100) is None
+    assert single_worker_speed({**FACTS, "hosts": ["a", "b"]}, 100) is None
+    assert single_worker_speed(FACTS, 10_000) is None, "a hundred steps say little about ten thousand"
 
 
 def test_more_than_is_possible_is_not_printed() -> None:
-    assert "% of 2 times" in sentences({**TOLD, "workers": 2}, single=TOLD["samples_per_s"] / 1.9)[0]
-    assert "alone" not in sentences({**TOLD, "workers": 2}, single=TOLD["samples_per_s"] / 2.2)[0]
+    assert "% of 2 times" in summary_lines({**TOLD, "workers": 2}, single=TOLD["samples_per_s"] / 1.9)[0]
+    assert "alone" not in summary_lines({**TOLD, "workers": 2}, single=TOLD["samples_per_s"] / 2.2)[0]
 
 
 @pytest.mark.parametrize(

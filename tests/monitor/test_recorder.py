@@ -14,7 +14,7 @@ import hora
 from hora.errors import HoraError
 from hora.monitor import messages
 from hora.monitor.messages import MAX_NAMES, MAX_ROWS, WorkerReport
-from hora.monitor.values import checked
+from hora.monitor.values import check_values
 from hora.strategies.common.sync import CommStats
 from hora.training.recorder import Recorder
 
@@ -93,7 +93,7 @@ def test_what_is_logged_too_often_is_merged_into_means() -> None:
     recorder = Recorder(stand, sent.append)
     for step in range(1000):
         stand.step = step
-        recorder.log(*checked({"loss": float(step), **({"rare": 7.0} if step == 500 else {})}))
+        recorder.log(*check_values({"loss": float(step), **({"rare": 7.0} if step == 500 else {})}))
     works = ended(recorder, sent)
     rows = [row for work in works for row in work.rows]
     assert all(len(work.rows) <= MAX_ROWS for work in works)
@@ -106,7 +106,7 @@ def test_names_are_limited() -> None:
     sent: list[bytes] = []
     recorder = Recorder(training(), sent.append)
     for number in range(200):
-        recorder.log(*checked({f"value{number}": 1.0}))
+        recorder.log(*check_values({f"value{number}": 1.0}))
     names = {name for work in ended(recorder, sent) for row in work.rows for name in row.values}
     assert len(names) == MAX_NAMES
 
@@ -116,7 +116,7 @@ def test_a_histogram_is_counted_once_a_second_and_notices_go_along() -> None:
     stand = training(step=9)
     recorder = Recorder(stand, sent.append)
     for _ in range(50):
-        recorder.log(*checked({"weights": hora.Histogram(torch.arange(10.0))}))
+        recorder.log(*check_values({"weights": hora.Histogram(torch.arange(10.0))}))
     recorder.notice("checkpoint", "x" * 5000)
     works = ended(recorder, sent)
     (histogram,) = [each for work in works for each in work.histograms]
@@ -131,7 +131,7 @@ def test_a_line_that_hangs_or_breaks_is_nobodys_wait() -> None:
     recorder = Recorder(training(), lambda body: release.wait(10) and None)
     started = time.monotonic()
     for _ in range(30_000):
-        recorder.log(*checked({"loss": 1.0}))
+        recorder.log(*check_values({"loss": 1.0}))
         recorder.stepped()
     assert len(recorder._rows) <= 10_000
     release.set()
@@ -143,6 +143,6 @@ def test_a_line_that_hangs_or_breaks_is_nobodys_wait() -> None:
 
     recorder = Recorder(training(), broken)
     recorder.stepped()
-    recorder.log(*checked({"loss": 1.0}))
+    recorder.log(*check_values({"loss": 1.0}))
     recorder.close()
     assert not recorder._thread.is_alive()

@@ -45,7 +45,7 @@ def run(folder: pathlib.Path, name: str = "run.json") -> pathlib.Path:
 def lines(path: pathlib.Path) -> list[str]:
     ranks, problem = trace_summary.read(str(path))
     assert not problem
-    return trace_summary.sentences(ranks)
+    return trace_summary.describe(ranks)
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])

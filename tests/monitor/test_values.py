@@ -9,7 +9,7 @@ import torch
 
 from hora import Histogram
 from hora.monitor.messages import BINS
-from hora.monitor.values import checked, read
+from hora.monitor.values import check_values, read_values
 
 
 @pytest.mark.parametrize(
@@ -22,18 +22,18 @@ from hora.monitor.values import checked, read
 )
 def test_what_is_no_number_is_refused(value: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        checked({"loss": value})
+        check_values({"loss": value})
 
 
 def test_a_name_without_end_is_refused() -> None:
     with pytest.raises(ValueError, match="has 1000 characters; 64 are taken"):
-        checked({"x" * 1000: 1.0})
+        check_values({"x" * 1000: 1.0})
 
 
 def test_a_value_is_what_it_was_when_it_was_logged() -> None:
     total = torch.tensor(1.0, requires_grad=True)
     with torch.no_grad():
-        scalars, _ = checked({"total": total, "flag": True})
+        scalars, _ = check_values({"total": total, "flag": True})
         total += 5
     assert scalars == {"total": 1.0, "flag": 1.0}
 
@@ -48,10 +48,10 @@ class Elsewhere(torch.Tensor):
 
 def test_a_tensor_on_a_device_is_copied_there_and_read_later_in_one_go() -> None:
     one = torch.tensor([2.5]).as_subclass(Elsewhere)
-    scalars, _ = checked({"loss": one, "rate": 0.1})
+    scalars, _ = check_values({"loss": one, "rate": 0.1})
     one.zero_()
     assert isinstance(scalars["loss"], torch.Tensor), "it was not read"
-    assert read([scalars, {"rate": 0.2}]) == [{"loss": 2.5, "rate": 0.1}, {"rate": 0.2}]
+    assert read_values([scalars, {"rate": 0.2}]) == [{"loss": 2.5, "rate": 0.1}, {"rate": 0.2}]
 
 
 def test_a_histogram_counts_every_finite_element_in_its_bin() -> None:
@@ -74,8 +74,8 @@ def test_what_has_no_distribution_is_refused(tensor: object) -> None:
 
 def test_numbers_of_other_libraries_and_ones_without_measure() -> None:
     numpy = pytest.importorskip("numpy")
-    assert checked({"a": numpy.float32(0.5), "b": numpy.int64(3)})[0] == {"a": 0.5, "b": 3.0}
+    assert check_values({"a": numpy.float32(0.5), "b": numpy.int64(3)})[0] == {"a": 0.5, "b": 3.0}
     with pytest.raises(ValueError, match="big is too large"):
-        checked({"big": 10**400})
+        check_values({"big": 10**400})
     with pytest.raises(ValueError, match="no text that can be written"):
-        checked({"\ud800": 1.0})
+        check_values({"\ud800": 1.0})

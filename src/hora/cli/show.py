@@ -17,7 +17,7 @@ from ..launch.joining import visit
 from ..runs import run_directory
 from ..runs.digest import digest, jsonable, reading
 from ..runs.run_directory import RunRecord
-from ..runs.summary import sentences, single_speed, taken
+from ..runs.summary import single_worker_speed, steps_taken, summary_lines
 from ..terminal.format import happening, harmless, size
 
 EVENTS = 10
@@ -43,7 +43,7 @@ def as_json(name: str, directory: str | None = None) -> str:
     events, problem = _events(found)
     memory = _memory_path(found)
     told |= {"events": events, "memory": memory, "problem": problem or told["problem"]}
-    return json.dumps(jsonable({**told, "record": {"run": found.begun, "end": found.ended}}), indent=2)
+    return json.dumps(jsonable({**told, "record": {"run": found.config, "end": found.end}}), indent=2)
 
 
 def _find(name: str, directory: str | None) -> RunRecord:
@@ -51,7 +51,7 @@ def _find(name: str, directory: str | None) -> RunRecord:
 
 
 def _card(found: RunRecord) -> str:
-    begun, ended = found.begun, found.ended or {}
+    begun, ended = found.config, found.end or {}
     known = digest(found)
     events, problem = _events(found)
     strategy, there = known.strategy, ""
@@ -80,7 +80,9 @@ def _card(found: RunRecord) -> str:
     told: list[tuple[str, str]] = [
         (key, harmless(value, 4000)) for key, value in rows.items() if value not in (None, "")
     ]
-    told += _under("summary", sentences(known.summary, single=single_speed(begun, taken(known.summary))))
+    told += _under(
+        "summary", summary_lines(known.summary, single=single_worker_speed(begun, steps_taken(known.summary)))
+    )
     told += _under("events", [_event(event) for event in events])
     width = max(len(key) for key, _ in told)
     return "\n".join(f"{key:<{width}}  {value}" for key, value in told)
@@ -105,7 +107,7 @@ def _events(found: RunRecord) -> tuple[list[dict[str, Any]], str]:
 
 
 def _memory_path(found: RunRecord) -> str | None:
-    path = os.path.join(found.path, run_directory.MEMORY)
+    path = os.path.join(found.path, run_directory.DATABASE)
     return path if os.path.exists(path) else None
 
 
@@ -123,12 +125,12 @@ def _sentences(lost: Any) -> str:
 
 
 def _state(found: RunRecord) -> str:
-    if found.ended is not None:
-        code, seconds = found.ended.get("code"), found.ended.get("seconds")
+    if found.end is not None:
+        code, seconds = found.end.get("code"), found.end.get("seconds")
         return f"{'ended well' if code == 0 else f'failed with exit code {code}'} after {seconds} s"
     if not found.live:
         return "broken off: its launcher was killed"
-    since = _seconds_since(found.begun.get("started"))
+    since = _seconds_since(found.config.get("started"))
     return "running" if since is None else f"running for {since:.0f} s"
 
 
@@ -146,13 +148,13 @@ def _seconds_since(when: Any) -> float | None:
 
 def _data(found: RunRecord) -> str:
     """Of a live run its coordinator tells; of one that ended, its record."""
-    if "joins" in found.begun:
-        joined = found.begun["joins"]
+    if "joins" in found.config:
+        joined = found.config["joins"]
         raise ValueError(f"{found.name!r} has joined run {joined!r}, which keeps the ledger: hora show {joined} --data")
     if not found.live:
-        if found.ended is None:
+        if found.end is None:
             raise ValueError(f"run {found.name!r} {_state(found)}, so nothing tells which samples were done")
-        return str(found.ended.get("data", ""))
+        return str(found.end.get("data", ""))
     from hora.coordinator.lease_manager import describe
 
     try:

@@ -27,7 +27,7 @@ def trace(file: str, summary: bool) -> None:
         ranks, problem = trace_summary.read(file)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    lines = trace_summary.sentences(ranks)
+    lines = trace_summary.describe(ranks)
     if problem:
         click.echo(problem, err=True)
     if summary:

@@ -30,7 +30,7 @@ def _told(run: StoredRun) -> msgspec.Raw:
 
 
 def _line(run: StoredRun) -> dict[str, Any]:
-    begun, ended = run.begun, run.ended or {}
+    begun, ended = run.config, run.end or {}
     line: dict[str, Any] = {
         "name": run.name, "live": run.live, "started": begun.get("started"), "ended": ended.get("ended"),
         "strategy": ended.get("strategy") or begun.get("strategy"), "size": begun.get("size"),
@@ -59,7 +59,7 @@ def _line(run: StoredRun) -> dict[str, Any]:
 
 def _now(run: StoredRun) -> RunStatus | None:
     reading = run.read()
-    return reading.now() if reading is not None else None
+    return reading.status() if reading is not None else None
 
 
 def _of(now: RunStatus) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def state(run: StoredRun) -> bytes:
 def predict(run: StoredRun, body: bytes) -> tuple[int, bytes]:
     """The predictor's own answer to POST /predict, whatever it is. Refusal if there is nobody to ask."""
     address = _address(run)
-    if not address and not run.live and run.begun.get("serve") is not None:
+    if not address and not run.live and run.config.get("serve") is not None:
         raise HttpError("the run has ended, and its predictor with it", 409)
     if not address:
         raise HttpError("nobody answers predictions in this run; hora run --serve 8000 … starts somebody who does", 409)
@@ -52,7 +52,7 @@ def _address(run: StoredRun) -> str:
         return ""
     with contextlib.suppress(ValueError):
         reading = run.read()
-        return reading.now().serving if reading is not None else ""
+        return reading.status().serving if reading is not None else ""
     return ""
 
 

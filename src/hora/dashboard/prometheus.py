@@ -55,7 +55,7 @@ def text(runs: StoredRuns) -> bytes:
             reading = run.read()
             if reading is None:
                 continue
-            for family, labels, value in list(samples(reading.now(), reading.events())):
+            for family, labels, value in list(samples(reading.status(), reading.events())):
                 found[family].append(({"run": run.name, **labels}, value))
     return "".join(_family(name, found[name]) for name in FAMILIES).encode()
 

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..runs import run_directory
-from ..runs.database import NAME as MEMORY
 from ..runs.json_file import MAX_BYTES, decoded, opened, read
 from ..runs.reader import RunReader
-from ..runs.run_directory import NAME_PATTERN
+from ..runs.run_directory import DATABASE, NAME_PATTERN
 
 MAX_RUNS = 500  # in the list: the newest
 
@@ -25,13 +24,13 @@ class StoredRun(NamedTuple):
 
     name: str
     path: str
-    begun: dict[str, Any]
-    ended: dict[str, Any] | None
+    config: dict[str, Any]
+    end: dict[str, Any] | None
     live: bool
 
     @property
     def memory(self) -> str:
-        return os.path.join(self.path, MEMORY)
+        return os.path.join(self.path, DATABASE)
 
     @property
     def mark(self) -> tuple[int, int] | None:
@@ -71,7 +70,7 @@ class StoredRuns:
         except OSError:
             names = set()
         found = [run for run in map(self._look, names | self._others.keys()) if run is not None]
-        found.sort(key=lambda run: (run.live, str(run.begun.get("started", "")), run.name), reverse=True)
+        found.sort(key=lambda run: (run.live, str(run.config.get("started", "")), run.name), reverse=True)
         return found[:MAX_RUNS]
 
     def _look(self, name: str) -> StoredRun | None:
@@ -84,7 +83,7 @@ class StoredRuns:
             return None
         ended = self._json(os.path.join(path, "end.json"))
         live = ended is None and (begun is None or _is_live(name, path, begun))
-        return StoredRun(name=name, path=path, begun=begun or {}, ended=ended, live=live)
+        return StoredRun(name=name, path=path, config=begun or {}, end=ended, live=live)
 
     def _json(self, path: str) -> dict[str, Any] | None:
         """What a file says, read again only when it was written again."""
@@ -110,7 +109,7 @@ def named(directory: str) -> str:
     """The name of the run in a directory that was given by hand; ValueError if there is none."""
     path = os.path.abspath(directory)
     name = (read(os.path.join(path, "run.json")) or {}).get("name")
-    if not name and os.path.exists(os.path.join(path, MEMORY)):
+    if not name and os.path.exists(os.path.join(path, DATABASE)):
         name = os.path.basename(path)
     if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
         raise ValueError(f"there is no run in {path}: it has no run.json; give the directory that hora run printed")

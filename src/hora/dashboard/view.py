@@ -64,7 +64,7 @@ class RunView:
                 told["events"] = reading.events()
                 told["histograms"] = reading.histograms()
                 told["now"] = self._now(reading)
-                told["summary"] = reading.facts("summary")
+                told["summary"] = reading.get("summary")
             except ValueError as problem:
                 self._problem = str(problem)
         self._settle(told)
@@ -106,18 +106,18 @@ class RunView:
                 self._histograms = histograms
                 told["histograms"] = msgspec.Raw(histograms)
         if self.is_over:
-            told["summary"] = reading.facts("summary")
+            told["summary"] = reading.get("summary")
         return told
 
     def _now(self, reading: RunReader) -> RunStatus:
-        now = reading.now()
-        ended = reading.facts("end") if now.state == "ended" else None
+        now = reading.status()
+        ended = reading.get("end") if now.state == "ended" else None
         self._ended = ended if isinstance(ended, dict) else None
         return now
 
     def _settle(self, told: dict[str, Any]) -> None:
         """What state the run is in."""
-        run = self._run._replace(ended=self._run.ended or self._ended, live=not self.is_over)
+        run = self._run._replace(end=self._run.end or self._ended, live=not self.is_over)
         self._state = state_of(run, told["now"].state if "now" in told else self._state)
 
     def _refresh(self, again: bool) -> bool:
@@ -139,12 +139,12 @@ class RunView:
         return before not in (None, mark)
 
     def _facts(self) -> dict[str, Any]:
-        run, begun = self._run, self._run.begun
+        run, begun = self._run, self._run.config
         if not begun and self._reading is not None:
             with contextlib.suppress(ValueError):
-                begun = self._reading.facts("config") or {}
+                begun = self._reading.get("config") or {}
         return {
-            "name": run.name, "live": not self.is_over, "run": begun, "end": run.ended or self._ended,
+            "name": run.name, "live": not self.is_over, "run": begun, "end": run.end or self._ended,
             "problem": self._problem,
             "remembered": self._mark is not None, "state": self._state,
         }  # fmt: skip
@@ -164,7 +164,7 @@ def state_of(run: StoredRun, told: str) -> str:
     says."""
     if run.live:
         return told if told in ("starting", "running", "ended") else "starting"
-    if run.ended is None:
+    if run.end is None:
         return "ended" if told == "ended" else "lost"
-    code = run.ended.get("code")
+    code = run.end.get("code")
     return "ended" if code in (exit_codes.OK, None) else "stopped" if code in STOPS else "failed"

@@ -79,8 +79,8 @@ class RunDisplay:
             except ValueError as problem:
                 screen.say(f"no page: {problem}; the run goes on")
         if show.bell is not None:
-            taken = f"port {config.dashboard} is taken; " if show.bell.moved else ""
-            screen.say(f"{taken}page {show.bell.address(record.name)}")
+            steps_taken = f"port {config.dashboard} is steps_taken; " if show.bell.moved else ""
+            screen.say(f"{steps_taken}page {show.bell.address(record.name)}")
         return show
 
     def watch(self, service: CoordinatorService) -> None:
@@ -111,7 +111,7 @@ class RunDisplay:
             self._screen.say(f"{problem}; the run goes on without it")
 
     def tick(self, now: float, desk: ValueSource, awaited: Callable[[], str]) -> None:
-        """`awaited` says what a run waits for that has not taken a step yet."""
+        """`awaited` says what a run waits for that has not steps_taken a step yet."""
         due = self.due
         if due is None or now < due:
             return
@@ -156,7 +156,9 @@ class RunDisplay:
             return []
         from ..runs import summary
 
-        return summary.sentences(self._summary, single=summary.single_speed(facts, summary.taken(self._summary)))
+        return summary.summary_lines(
+            self._summary, single=summary.single_worker_speed(facts, summary.steps_taken(self._summary))
+        )
 
     def merge(self, scratch: str, stop: Callable[[], bool]) -> None:
         """The trace, of the ranks' parts of it in `scratch`. It may take long; `stop` says that nobody waits for it."""

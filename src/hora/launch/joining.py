@@ -105,7 +105,7 @@ def join(config: RunConfig) -> int:
             first = line.reserve(config.size, FORM_S)
         except HoraError as problem:
             raise ValueError(f"run {found.name!r} cannot be joined: {problem}") from None
-    begun = found.begun
+    begun = found.config
     config = dataclasses.replace(
         config,
         join=None,
@@ -145,7 +145,7 @@ def join(config: RunConfig) -> int:
 
 def _strategy_of(found: RunRecord, line: CoordinatorClient) -> Strategy:
     """The run's strategy, which must be one that workers may join; what its script chose, rank 0 has told."""
-    spelling = found.begun.get("strategy")
+    spelling = found.config.get("strategy")
     try:
         if spelling is None:
             spelling = line.get("strategy", STRATEGY_S).decode()

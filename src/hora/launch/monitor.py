@@ -26,6 +26,7 @@ from ..monitor.status import RunEvent, RunStatus
 from ..monitor.tensorboard import TensorBoard
 from ..runs import database
 from ..runs.database import RunDatabase
+from ..runs.run_directory import DATABASE
 
 EVERY_S = 0.25  # between two writes, at least
 IDLE_S = 1.0  # the same, while nothing is heard
@@ -63,13 +64,13 @@ class RunMonitor:
         self._warn, self._say = warn, say
         self._warned = False
         if run_directory is not None:
-            database.check(os.path.join(run_directory, database.NAME))
+            database.check(os.path.join(run_directory, DATABASE))
         self._board = RunState(run=name, size=size)
-        self._board.settle(**_described(strategy))
+        self._board.update(**_described(strategy))
         self._events = TensorBoard(tensorboard_dir, self._warn_once) if tensorboard_dir is not None else None
         self.temporary: str | None = None
         self._memory, self.directory = self._open_memory(run_directory, make_folder)
-        self._memory.keep("config", dict(config_facts))
+        self._memory.put("config", dict(config_facts))
         self._lines: JsonLines | None = None
         if run_directory is not None and self.directory == run_directory and not self._memory.failed:
             self._lines = JsonLines(os.path.join(run_directory, json_lines.NAME), self._warn_once)
@@ -80,7 +81,7 @@ class RunMonitor:
         self._dropped = 0
         self._closing = False
         self._end_facts: dict[str, object] = {}
-        self._now = self._board.now(0.0)
+        self._now = self._board.status(0.0)
         self.recent: list[RunEvent] = []  # the newest events
         self._summary = self._board.summary()
         self._thread = threading.Thread(target=self._run, name="hora-watcher", daemon=True)
@@ -88,11 +89,11 @@ class RunMonitor:
 
     def hear(self, member: Member, body: bytes) -> None:
         """A report of that member, as it came."""
-        self._put(lambda now: self._board.hear(member, decode(body), now), len(body))
+        self._put(lambda now: self._board.on_report(member, decode(body), now), len(body))
 
     def event(self, kind: str, who: str, text: str) -> None:
-        """Something that the launcher or the coordinator has seen; see Board.event."""
-        self._put(lambda now: self._board.event(kind, who, text, now), len(text))
+        """Something that the launcher or the coordinator has seen; see RunState.on_event."""
+        self._put(lambda now: self._board.on_event(kind, who, text, now), len(text))
 
     def settle(
         self,
@@ -102,9 +103,9 @@ class RunMonitor:
         serving: str | None = None,
         waiting: str | None = None,
     ) -> None:
-        """What has become known of the run; see Board.settle."""
+        """What has become known of the run; see RunState.update."""
         known = {**_described(strategy), "algorithm": algorithm, "serving": serving, "waiting": waiting}
-        self._put(lambda now: self._board.settle(**known), 0)
+        self._put(lambda now: self._board.update(**known), 0)
 
     def now(self) -> RunStatus:
         """The run as it was a moment ago. Nobody changes it, and its reader must not either."""
@@ -162,7 +163,7 @@ class RunMonitor:
             if closing:
                 self._finish(now)
                 return
-            if now < due and not self._board.crowded:
+            if now < due and not self._board.rows_half_full:
                 continue
             self._look(now)
             if heard or now - written_at >= IDLE_S:
@@ -176,17 +177,17 @@ class RunMonitor:
             waiting, self._queue = self._queue, collections.deque()
             self._queued_bytes = 0
             dropped, self._dropped = self._dropped, 0
-        self._board.lost += dropped
+        self._board.lost_reports += dropped
         for at, act, _ in waiting:
             try:
                 act(at)
             except Exception:  # whatever it was told: the run is not to be harmed, and the others are still heard
-                self._board.lost += 1
+                self._board.lost_reports += 1
         return bool(waiting)
 
     def _look(self, now: float) -> None:
         self._board.tick(now)
-        self._now = self._board.now(now)
+        self._now = self._board.status(now)
         self.recent = list(self._board.events)[-RECENT:]
         self._summary = self._board.summary(now)
 
@@ -204,9 +205,9 @@ class RunMonitor:
     def _finish(self, now: float) -> None:
         if self._now.state != "ended" and not any(event.kind == "end" for event in self._board.events):
             cause = self._end_facts.get("cause")
-            self._board.event("end", "", str(cause) if cause else "the run has ended", now)
+            self._board.on_event("end", "", str(cause) if cause else "the run has ended", now)
         self._look(now)
-        self._memory.keep("end", self._end_facts)
+        self._memory.put("end", self._end_facts)
         self._write()
         for kept in (self._lines, self._events, self._memory):
             if kept is not None:
@@ -219,13 +220,13 @@ class RunMonitor:
 
     def _open_memory(self, directory: str | None, make_folder: Callable[[str], str]) -> tuple[RunDatabase, str]:
         if directory is not None:
-            kept = RunDatabase(os.path.join(directory, database.NAME), self._warn_once)
+            kept = RunDatabase(os.path.join(directory, DATABASE), self._warn_once)
             if not kept.failed:
                 return kept, directory
         place = directory or tempfile.gettempdir()
         with contextlib.suppress(OSError):
             place = self.temporary = make_folder("hora-watch-")
-        return RunDatabase(os.path.join(place, database.NAME), self._warn_once), place
+        return RunDatabase(os.path.join(place, DATABASE), self._warn_once), place
 
     def _warn_once(self, text: str) -> None:
         if not self._warned:

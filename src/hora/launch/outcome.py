@@ -39,7 +39,7 @@ def failed(
     cause = f"{_who(child)} failed with {child.how}" if by_itself else f"{_who(child)} {child.how}"
     if told and child.returncode is not None and child.returncode < 0:
         cause = f"{_who(child)} failed ({told}), did not end by itself and was {child.how}"
-    if child.returncode == exit_codes.ECHO_EXIT:
+    if child.returncode == exit_codes.SECONDARY_FAILURE:
         cause = f"{_who(child)} lost a rank that it needed"
     if parameters_lost:
         cause += ", and its parameters are lost with it"
@@ -104,7 +104,7 @@ def stopped(number: int, *, killed: Sequence[tuple[str, int]]) -> Outcome:
 
 
 def _how(child: RunProcess) -> str:
-    if child.returncode == exit_codes.ECHO_EXIT:
+    if child.returncode == exit_codes.SECONDARY_FAILURE:
         return "lost a rank that it needed"
     return f"failed with {child.how}" if child.returncode is not None and child.returncode > 0 else f"was {child.how}"
 

@@ -6,7 +6,7 @@ import abc
 import signal
 import socket
 
-from ..runs.exit_codes import ECHO_EXIT
+from ..runs.exit_codes import SECONDARY_FAILURE
 from ..terminal.screen import RankStream, seat_name
 from ..terminal.tracebacks import exception_of, last_traceback
 from .forkserver.client import ForkedProcess
@@ -55,7 +55,7 @@ class RunProcess(abc.ABC):
 
     @property
     def echo(self) -> bool:
-        return self.returncode == ECHO_EXIT
+        return self.returncode == SECONDARY_FAILURE
 
     @property
     def how(self) -> str:

@@ -39,8 +39,8 @@ class RunState:
 
     def __init__(self, *, run: str = "", size: int = 0, strategy: str = "", synchronous: bool = True) -> None:
         self.curves: dict[str, Curve] = {}
-        self.lost = 0
-        self.heard_at = 0.0
+        self.lost_reports = 0
+        self.updated_at = 0.0
         self._run = plain(run, MAX_TEXT_CHARS)
         self._size = size
         self._strategy = self._algorithm = self._serving = self._topology = ""
@@ -58,11 +58,11 @@ class RunState:
         self._began_at: float | None = None  # the first step
         self._first_step = 0  # after which it came: a run may go on from a checkpoint
         self._worked_at = 0.0
-        self.settle(strategy=strategy)
+        self.update(strategy=strategy)
 
     # -- what is heard -----------------------------------------------------------------------------------------------
 
-    def settle(
+    def update(
         self,
         *,
         strategy: str | None = None,
@@ -87,24 +87,24 @@ class RunState:
         if waiting is not None:
             self._waiting = plain(waiting, MAX_TEXT_CHARS)
 
-    def hear(self, member: Member, report: Report, now: float) -> None:
+    def on_report(self, member: Member, report: Report, now: float) -> None:
         """A report that says what cannot be counts as lost."""
-        self.heard_at = now
+        self.updated_at = now
         roles = ("worker",) if isinstance(report, WorkerReport) else ("worker", "server")
         if member.role not in roles or not 0 <= member.rank < MOST_RANKS or not is_sound(report):
-            self.lost += 1
+            self.lost_reports += 1
         elif isinstance(report, WorkerReport):
             self._hear_worker(plain(str(member), MAX_TEXT_CHARS), member.rank, report, now)
         else:
             self._hear_server(plain(str(member), MAX_TEXT_CHARS), report, now)
 
-    def event(self, kind: str, who: str, text: str, now: float, step: int | None = None) -> None:
+    def on_event(self, kind: str, who: str, text: str, now: float, step: int | None = None) -> None:
         """Something that happened. `who` is a member as str(member) has it, "rank 3 (host a, pid 7)" or "server 0 (…)",
         whose state then follows from `joined`, `left` and `died`; or anything else. What is none of KINDS is passed
         over. After `end` the run has ended."""
         if kind not in KINDS:
             return
-        self.heard_at = now
+        self.updated_at = now
         who = plain(who, MAX_TEXT_CHARS)
         seat = _SEAT.match(who)
         if seat is not None and kind in ("joined", "left", "died"):
@@ -120,7 +120,7 @@ class RunState:
 
     def tick(self, now: float) -> None:
         """Adds to the curves of speed and of the workers; to be called a few times a second."""
-        self.heard_at = now
+        self.updated_at = now
         live = self._members.live()
         least_s = self._members.least_exposed_s()
         for track in live:
@@ -139,7 +139,7 @@ class RunState:
 
     # -- what is shown -----------------------------------------------------------------------------------------------
 
-    def now(self, at: float) -> RunStatus:
+    def status(self, at: float) -> RunStatus:
         """The run at this moment; nothing here changes it afterwards."""
         everyone = [self._members.workers[rank] for rank in sorted(self._members.workers)]
         live, standing = self._members.live(), self._members.standing()
@@ -178,7 +178,7 @@ class RunState:
             skipped=self._journal.skipped,
             slowest=self._members.slowest(),
             serving=self._serving,
-            lost_reports=self.lost,
+            lost_reports=self.lost_reports,
         )
 
     def summary(self, at: float | None = None) -> dict[str, object]:
@@ -187,7 +187,7 @@ class RunState:
         worked_s = self._worked_at - self._began_at if self._began_at is not None else 0.0
         return {
             "samples": self._samples,
-            "seconds": self.heard_at if at is None else at,
+            "seconds": self.updated_at if at is None else at,
             "samples_per_s": self._samples / worked_s if worked_s > 0 else 0.0,
             "steps": self._step,
             "from_step": self._first_step,
@@ -201,7 +201,7 @@ class RunState:
             "workers": self._members.seen,
         }
 
-    def leads(self, name: str, rank: int) -> bool:
+    def is_leader(self, name: str, rank: int) -> bool:
         """Whether this is the lowest live rank of those that log `name`: where one worker's values stand for all."""
         return self._logbook.leads(name, rank)
 
@@ -215,7 +215,7 @@ class RunState:
         return self._journal.take()
 
     @property
-    def crowded(self) -> bool:
+    def rows_half_full(self) -> bool:
         """Whether it is time to take rows, lest some be lost."""
         return self._logbook.crowded
 
@@ -232,14 +232,14 @@ class RunState:
     def _hear_worker(self, name: str, rank: int, report: WorkerReport, now: float) -> None:
         track = self._members.worker(rank, name)
         if track is None:
-            self.lost += 1
+            self.lost_reports += 1
             return
         for gone in self._members.take_forgotten():
             self._forget(gone)
         self._begin(track, report, now)
         report = _shifted(report, track.offset)
         rows = [row for row in report.rows if is_sound_row(row)]
-        self.lost += len(report.rows) - len(rows)
+        self.lost_reports += len(report.rows) - len(rows)
         back = steps_back(track.row_step, rows)
         stale_after = None
         if back is not None:
@@ -265,7 +265,7 @@ class RunState:
         step = report.step if self._synchronous else None
         for change in self._stragglers.hear(track.rank, report.computes, self._members.live_ranks, now, step):
             name = self._members.workers[change.rank].name
-            self.event("slow" if change.slow else "even", name, change.words(name), now)
+            self.on_event("slow" if change.slow else "even", name, change.words(name), now)
 
     def _begin(self, track: WorkerStats, report: WorkerReport, now: float) -> None:
         """The times of work; and where in the run a worker stands that is heard for the first time."""
@@ -311,19 +311,19 @@ class RunState:
                 at = _on_our_clock(histogram.at, report, now)
                 self._logbook.add_histogram(track.rank, histogram, at, self._members.live_ranks)
             else:
-                self.lost += 1
+                self.lost_reports += 1
         for notice in report.notices:
             if is_sound_notice(notice):
                 alone = notice.kind == "skipped" and not self._synchronous
                 at = _on_our_clock(notice.at, report, now)
                 self._journal.note(notice, track.name, at, track.rank if alone else None)
             else:
-                self.lost += 1
+                self.lost_reports += 1
 
     def _hear_server(self, name: str, report: ServerReport, now: float) -> None:
         server = self._members.server(report.server, name)
         if server is None:
-            self.lost += 1
+            self.lost_reports += 1
             return
         server.hear(report, now)
         if report.seconds > 0:

@@ -77,7 +77,7 @@ class TensorBoard:
 
     def _write(self, rows: Iterable[LoggedRow], board: RunState, now: RunStatus) -> None:
         for row in rows:
-            led = {name: value for name, value in row.values.items() if board.leads(name, row.rank)}
+            led = {name: value for name, value in row.values.items() if board.is_leader(name, row.rank)}
             self._add(row.at, row.step, [{"tag": name, "simple_value": value} for name, value in led.items()])
         self._histogram, histograms = board.histograms(self._histogram)
         for histogram in histograms:

@@ -218,7 +218,7 @@ def _events(file: IO[bytes]) -> Iterator[_Event]:
     raise EOFError
 
 
-def sentences(ranks: list[RankTrace]) -> list[str]:
+def describe(ranks: list[RankTrace]) -> list[str]:
     """What there is to say, one line each."""
     workers = [rank for rank in ranks if rank.role == "worker" and rank.seconds]
     lines = [_about_all(ranks, workers)]

@@ -39,7 +39,7 @@ class Histogram:
         return torch.cat([torch.stack([low, high]).double(), counts])
 
 
-def checked(values: Mapping[str, Any]) -> tuple[dict[str, Scalar], dict[str, Histogram]]:
+def check_values(values: Mapping[str, Any]) -> tuple[dict[str, Scalar], dict[str, Histogram]]:
     """Numbers and tensors of one element, and histograms; ValueError names what is none of these. A tensor on another
     device is copied there, so that the user's code may write on; one of the CPU is read."""
     scalars: dict[str, Scalar] = {}
@@ -70,7 +70,7 @@ def checked(values: Mapping[str, Any]) -> tuple[dict[str, Scalar], dict[str, His
     return scalars, histograms
 
 
-def read(rows: Sequence[dict[str, Scalar]]) -> list[dict[str, float]]:
+def read_values(rows: Sequence[dict[str, Scalar]]) -> list[dict[str, float]]:
     """All of them as numbers, with one copy from each device."""
     waiting: dict[torch.device, list[tuple[int, str, torch.Tensor]]] = {}
     for index, row in enumerate(rows):

@@ -26,7 +26,6 @@ from ..monitor.metrics_log import MAX_HISTOGRAMS
 from ..monitor.run_state import RunState
 from ..monitor.status import RunStatus
 
-NAME = "memory.sqlite"
 SCHEMA = 1
 APPLICATION = 0x486F7261  # "Hora"
 BUSY_S = 1.0  # how long a write waits for a reader, where the file system has no write-ahead log
@@ -68,7 +67,7 @@ class RunDatabase:
     def failed(self) -> bool:
         return self._connection is None
 
-    def keep(self, key: str, value: object) -> None:
+    def put(self, key: str, value: object) -> None:
         """A fact, from the next write on."""
         self._facts[key] = _json(value)
 
@@ -77,7 +76,7 @@ class RunDatabase:
         connection = self._connection
         if connection is None:
             return
-        now = now or board.now(board.heard_at)
+        now = now or board.status(board.updated_at)
         facts = {**self._facts, "now": msgspec.json.encode(now).decode()}
         facts["summary"] = _json(board.summary(now.seconds))
         self._facts = {}

@@ -72,7 +72,7 @@ class RunDigest:
 
 def digest(found: RunRecord) -> RunDigest:
     """What is known of a run without asking it."""
-    begun, ended = found.begun, found.ended or {}
+    begun, ended = found.config, found.end or {}
     told, problem, state = ended.get("summary"), "", ""
     strategy = begun.get("strategy") or ended.get("strategy")
     if not isinstance(told, dict):
@@ -80,7 +80,7 @@ def digest(found: RunRecord) -> RunDigest:
         try:
             with reading(found) as memory:
                 if memory is not None:
-                    now = memory.now()
+                    now = memory.status()
                     told, state = _summary(memory, now), now.state
                     strategy = strategy or now.strategy
         except ValueError as unreadable:
@@ -110,7 +110,7 @@ def digest(found: RunRecord) -> RunDigest:
 @contextlib.contextmanager
 def reading(found: RunRecord) -> Iterator[RunReader | None]:
     """The run's memory, None if it has none; ValueError, here or inside, if it cannot be read."""
-    path = os.path.join(found.path, run_directory.MEMORY)
+    path = os.path.join(found.path, run_directory.DATABASE)
     if not os.path.exists(path):
         yield None
         return
@@ -138,8 +138,8 @@ def jsonable(value: Any) -> Any:
 
 
 def _state(found: RunRecord, told: str) -> str:
-    if found.ended is not None:
-        code = found.ended.get("code")
+    if found.end is not None:
+        code = found.end.get("code")
         return _ENDS.get(code, "failed") if isinstance(code, int) else "failed"
     if not found.live:
         return "broken off"
@@ -148,7 +148,7 @@ def _state(found: RunRecord, told: str) -> str:
 
 def _summary(memory: RunReader, now: Any) -> dict[str, Any]:
     """As it was written at the end, or as it stands."""
-    told = memory.facts("summary")
+    told = memory.get("summary")
     if isinstance(told, dict) and told:
         return told
     return {

@@ -25,7 +25,7 @@ OUTPUT_CLOSED = 141
 TERMINATED = 143
 """SIGTERM or SIGHUP stopped the run."""
 
-ECHO_EXIT = 76
+SECONDARY_FAILURE = 76
 """A *rank's* exit code: it failed only because another rank was lost, so it is never blamed before that one."""
 
 

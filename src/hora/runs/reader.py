@@ -46,9 +46,9 @@ class RunReader:
         with self._open() as connection:
             return _version(connection)
 
-    def now(self) -> RunStatus:
+    def status(self) -> RunStatus:
         """The run as it was at the newest write; a value that is not finite is NaN."""
-        told = self.facts("now")
+        told = self.get("now")
         if not isinstance(told, dict):
             return RunStatus()
         values = told.get("values")
@@ -59,7 +59,7 @@ class RunReader:
         except msgspec.ValidationError as problem:
             raise self._damaged(problem) from None
 
-    def facts(self, key: str) -> Any:
+    def get(self, key: str) -> Any:
         """now, summary, config, end or version, out of its JSON; None if it was not written (yet)."""
         with self._open() as connection:
             row = connection.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()

@@ -27,7 +27,7 @@ from .json_file import read as _read
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CONTROL = "control"
-MEMORY = "memory.sqlite"
+DATABASE = "memory.sqlite"
 
 
 class RunDirectory:
@@ -111,8 +111,8 @@ class RunRecord:
 
     name: str
     path: str
-    begun: dict[str, Any]
-    ended: dict[str, Any] | None
+    config: dict[str, Any]
+    end: dict[str, Any] | None
     live: bool
 
     def control(self) -> tuple[tuple[str, int], bytes]:
@@ -139,9 +139,7 @@ def find(name: str, directory: str | None = None) -> RunRecord:
         raise ValueError(f"there is no run {name!r}{where}; {live_runs()}")
     if directory and begun.get("name") != name:
         raise ValueError(f"the run in {path} is {begun.get('name')!r}, not {name!r}")
-    return RunRecord(
-        name=name, path=path, begun=begun, ended=_read(os.path.join(path, "end.json")), live=_is_live(path)
-    )
+    return RunRecord(name=name, path=path, config=begun, end=_read(os.path.join(path, "end.json")), live=_is_live(path))
 
 
 def look_up(run: str) -> RunRecord:
@@ -186,9 +184,7 @@ def started(begun: dict[str, Any]) -> float:
 
 def _found(path: str, begun: dict[str, Any]) -> RunRecord:
     name = str(begun.get("name") or os.path.basename(path))
-    return RunRecord(
-        name=name, path=path, begun=begun, ended=_read(os.path.join(path, "end.json")), live=_is_live(path)
-    )
+    return RunRecord(name=name, path=path, config=begun, end=_read(os.path.join(path, "end.json")), live=_is_live(path))
 
 
 def live_runs() -> str:

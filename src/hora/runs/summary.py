@@ -18,14 +18,14 @@ ALIKE = 0.5  # a run must be half as long as another at least, to be compared wi
 MAX_LOOKED_AT = 1000  # past runs among which one with a single worker is looked for
 
 
-def sentences(summary: Mapping[str, Any], *, single: float | None) -> list[str]:
+def summary_lines(summary: Mapping[str, Any], *, single: float | None) -> list[str]:
     """One to three lines of what Board.summary() tells; none for a run that did not train. `single` is what one worker
     alone does, in samples per second, if that is known."""
     steps, samples, seconds = (amount(summary, key) for key in ("steps", "samples", "seconds"))
     if not steps and not samples:
         return []
     speed, workers = amount(summary, "samples_per_s"), int(amount(summary, "workers"))
-    here = taken(summary)
+    here = steps_taken(summary)
     done = ", ".join(count(int(many), noun) for many, noun in ((here, "step"), (samples, "sample")) if many)
     if here < steps:
         done += f" (to step {int(steps):,})"
@@ -48,7 +48,7 @@ def values(summary: Mapping[str, Any]) -> dict[str, float]:
     return {name: known[name] for name in sorted(known, key=lambda name: (name != "loss", "loss" not in name))}
 
 
-def taken(summary: Mapping[str, Any]) -> float:
+def steps_taken(summary: Mapping[str, Any]) -> float:
     """Steps of this run, without those of the one it was restored from."""
     return max(0.0, amount(summary, "steps") - amount(summary, "from_step"))
 
@@ -59,20 +59,20 @@ def amount(summary: Mapping[str, Any], key: str) -> float:
     return value if isinstance(value, int | float) and math.isfinite(value) else 0
 
 
-def single_speed(facts: Mapping[str, Any], steps: float) -> float | None:
+def single_worker_speed(facts: Mapping[str, Any], steps: float) -> float | None:
     """Samples per second of the newest past run of the same command that had one worker and ended well: from the same
     folder, on this host, with as many threads for a worker, and about as long. `facts` are what run.json says of the
-    run in question, `steps` how many it has taken."""
+    run in question, `steps` how many it has steps_taken."""
     if facts.get("size") == 1 or facts.get("hosts"):
         return None
     wanted = _command(facts)
     for found in itertools.islice(run_directory.all_runs(), MAX_LOOKED_AT):
-        ended = found.ended or {}
+        ended = found.end or {}
         told = ended.get("summary")
-        if found.begun.get("size") != 1 or "joins" in found.begun or ended.get("code") != 0:
+        if found.config.get("size") != 1 or "joins" in found.config or ended.get("code") != 0:
             continue
-        if _command(found.begun) == wanted and isinstance(told, dict) and amount(told, "samples_per_s") > 0:
-            return amount(told, "samples_per_s") if taken(told) >= ALIKE * steps else None
+        if _command(found.config) == wanted and isinstance(told, dict) and amount(told, "samples_per_s") > 0:
+            return amount(told, "samples_per_s") if steps_taken(told) >= ALIKE * steps else None
     return None
 
 

@@ -19,7 +19,7 @@ import torch
 from ..errors import HoraError
 from ..monitor import messages
 from ..monitor.messages import EVERY_S, MAX_COMPUTES, MAX_NAMES, MAX_ROWS, MetricsRow, Notice, WorkerReport
-from ..monitor.values import Histogram, Scalar, read
+from ..monitor.values import Histogram, Scalar, read_values
 
 if TYPE_CHECKING:
     from .training import Training
@@ -154,7 +154,7 @@ class Recorder:
 
     def _take_rows(self) -> list[MetricsRow]:
         taken = _drained(self._rows)
-        values = read([row for _, _, row in taken])
+        values = read_values([row for _, _, row in taken])
         return [MetricsRow(step, at, 1, row) for (step, at, _), row in zip(taken, values, strict=True)]
 
 

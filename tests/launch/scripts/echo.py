@@ -4,11 +4,11 @@ import os
 import sys
 import time
 
-from hora.runs.exit_codes import ECHO_EXIT
+from hora.runs.exit_codes import SECONDARY_FAILURE
 
 rank = int(os.environ["HORA_RANK"])
 if rank == 1:
-    sys.exit(ECHO_EXIT)
+    sys.exit(SECONDARY_FAILURE)
 if rank == 2 and "alone" not in sys.argv:
     time.sleep(0.4)
     raise ValueError("the real cause")

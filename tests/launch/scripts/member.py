@@ -24,7 +24,7 @@ from hora.coordinator import CoordinatorEvent, Member
 from hora.coordinator.messages import TakeBlock
 from hora.rendezvous import environment
 from hora.rendezvous.rendezvous import rendezvous
-from hora.runs.exit_codes import ECHO_EXIT
+from hora.runs.exit_codes import SECONDARY_FAILURE
 
 identity = environment.read()
 me = Member(identity.role, identity.rank, socket.gethostname(), os.getpid())
@@ -89,7 +89,7 @@ elif order == "raise":
 elif order == "exit":
     sys.exit(7)
 elif order == "echo":
-    sys.exit(ECHO_EXIT)
+    sys.exit(SECONDARY_FAILURE)
 elif order == "stay":
     while not stopped.wait(30.0):
         pass

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from told import keeping, row, server, work, worker
+from reports import keeping, row, server, work, worker
 
 from hora.monitor.messages import HistogramReport
 from hora.monitor.run_state import RunState
@@ -44,25 +44,25 @@ def memory(path: str) -> Iterator[RunDatabase]:
 
 def train(board: RunState, begin: int, end: int, **fields: object) -> None:
     for step in range(begin, end):
-        board.hear(worker(0), work(step, rows=[row(step, loss=1.0 / (step + 1))], **fields), step * 0.1)
+        board.on_report(worker(0), work(step, rows=[row(step, loss=1.0 / (step + 1))], **fields), step * 0.1)
     board.tick(end * 0.1)
 
 
 def test_what_is_written_is_read_back(memory: RunDatabase, path: str) -> None:
     board = RunState(run="r", size=2, strategy="ring")
     train(board, 1, 11, peers={1: 500}, rounds=3)
-    board.hear(server(0), keeping(lags={3: 4}), 1.0)
-    board.event("died", "rank 1 (host a, pid 101)", "killed <b>", 1.1)
-    memory.keep("config", {"command": ["train.py", "bad \udc80"], "size": 2})
+    board.on_report(server(0), keeping(lags={3: 4}), 1.0)
+    board.on_event("died", "rank 1 (host a, pid 101)", "killed <b>", 1.1)
+    memory.put("config", {"command": ["train.py", "bad \udc80"], "size": 2})
     memory.write(board)
     reading = RunReader(path)
     assert reading.version() == 1
-    assert reading.now() == board.now(board.heard_at)
-    assert reading.now().workers[0].peers and reading.now().lags == {3: 4}
+    assert reading.status() == board.status(board.updated_at)
+    assert reading.status().workers[0].peers and reading.status().lags == {3: 4}
     assert reading.events() == list(board.events)
-    assert reading.facts("config") == {"command": ["train.py", "bad ?"], "size": 2}
-    assert reading.facts("summary") == board.summary()
-    assert reading.facts("nothing") is None
+    assert reading.get("config") == {"command": ["train.py", "bad ?"], "size": 2}
+    assert reading.get("summary") == board.summary()
+    assert reading.get("nothing") is None
     version, curves = reading.curves()
     assert version == 1 and list(curves) == sorted(board.curves)
     for name, curve in board.curves.items():
@@ -134,21 +134,21 @@ def test_a_curve_that_is_gone_is_gone(memory: RunDatabase, path: str) -> None:
 
 def test_nan_is_null_and_comes_back_as_nan(memory: RunDatabase, path: str) -> None:
     board = RunState()
-    board.hear(worker(0), work(1, rows=[row(1, loss=math.nan, big=math.inf)]), 1.0)
+    board.on_report(worker(0), work(1, rows=[row(1, loss=math.nan, big=math.inf)]), 1.0)
     memory.write(board)
     reading = RunReader(path)
     assert reading.curves()[1]["value/loss"]["points"][0][4:] == [None, None, None, None, 0]
-    assert math.isnan(reading.now().values["loss"])
-    assert reading.facts("now")["values"] == {"loss": None, "big": None}
-    assert reading.facts("summary")["values"] == {"loss": None, "big": None}
+    assert math.isnan(reading.status().values["loss"])
+    assert reading.get("now")["values"] == {"loss": None, "big": None}
+    assert reading.get("summary")["values"] == {"loss": None, "big": None}
 
 
 def test_hostile_names_are_only_names(memory: RunDatabase, path: str) -> None:
     name = "'; DROP TABLE points; --\0\u202e</script>"
     board = RunState()
-    board.hear(worker(0), work(1, rows=[row(1, **{name: 1.0})]), 1.0)
+    board.on_report(worker(0), work(1, rows=[row(1, **{name: 1.0})]), 1.0)
     memory.write(board)
-    assert list(RunReader(path).now().values) == [name]
+    assert list(RunReader(path).status().values) == [name]
     assert f"value/{name}" in RunReader(path).curves()[1]
 
 
@@ -156,10 +156,10 @@ def test_events_and_histograms_are_the_newest(memory: RunDatabase, path: str) ->
     board = RunState()
     for turn in range(12):
         for number in range(100):
-            board.event("stop", "", str(turn * 100 + number), 1.0)
+            board.on_event("stop", "", str(turn * 100 + number), 1.0)
         for step in range(turn * 10, turn * 10 + 10):
             shown = [HistogramReport("w", step, 1000.0, -1.0, 1.0, [step, 2])]
-            board.hear(worker(0), work(step, histograms=shown), step * 0.1)
+            board.on_report(worker(0), work(step, histograms=shown), step * 0.1)
         memory.write(board)
     reading = RunReader(path)
     events = reading.events()
@@ -193,12 +193,12 @@ def test_a_killed_writers_memory_can_be_read(tmp_path: pathlib.Path, path: str) 
     script = f"""
 import os, signal, sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
-from told import row, work, worker
+from reports import row, work, worker
 from hora.monitor.run_state import RunState
 from hora.runs.database import RunDatabase
 board, memory = RunState(), RunDatabase({path!r}, print)
 for step in range(1, 30):
-    board.hear(worker(0), work(step, rows=[row(step, loss=1.0)]), step * 0.1)
+    board.on_report(worker(0), work(step, rows=[row(step, loss=1.0)]), step * 0.1)
     memory.write(board)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -215,11 +215,11 @@ def test_an_open_reader_goes_on_to_the_next_run_in_the_directory(path: str) -> N
     first = RunDatabase(path, no_warning)
     first.write(board)
     reading = RunReader(path)
-    assert reading.now().run == "first"
+    assert reading.status().run == "first"
     first.close()
     second = RunDatabase(path, no_warning)
     second.write(RunState(run="second"))
-    assert reading.now().run == "second" and reading.curves()[1] == {}
+    assert reading.status().run == "second" and reading.curves()[1] == {}
     second.close()
 
 
@@ -246,7 +246,7 @@ while True:
     if "value/loss" in points:
         # each write adds 100 steps: a part of one would show in the sums
         assert sum(point[-1] for point in points["value/loss"].values()) == 100 * version, version
-    assert reading.now().step in (0, 100 * version - 1) or reading.version() > version
+    assert reading.status().step in (0, 100 * version - 1) or reading.version() > version
     if version == int(sys.argv[2]):
         break
 print(len(versions))
@@ -455,7 +455,7 @@ def test_a_memory_holds_its_reader_no_longer_than_it_may(path: str, monkeypatch:
         connection.executescript(f"DROP TABLE facts; CREATE VIEW facts AS {ENDLESS}")
     monkeypatch.setattr(reading_module, "ANSWER_S", 0.1)
     with pytest.raises(ValueError, match=r"cannot be read: it takes longer than 0\.1 s"):
-        read.facts("now")
+        read.get("now")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another user is needed")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from told import keeping, row, server, work, worker
+from reports import keeping, row, server, work, worker
 
 from hora.launch import monitor as module
 from hora.launch.monitor import MAX_WAITING, RunMonitor
@@ -69,13 +69,13 @@ def test_what_is_heard_is_shown_and_kept(watch: Callable[..., RunMonitor], tmp_p
     assert (shown.run, shown.size, shown.strategy, shown.algorithm) == ("r", 2, "ring", "shared")
     assert (shown.samples, shown.values, len(shown.workers)) == (160, {"loss": 10.0}, 3)
     reading = RunReader(str(tmp_path / "memory.sqlite"))
-    until(lambda: reading.now().step == 10)
-    assert reading.facts("config") == {"command": ["train.py"]}
+    until(lambda: reading.status().step == 10)
+    assert reading.get("config") == {"command": ["train.py"]}
     summary = watcher.close({"code": 0, "cause": "all 2 ranks ended well"})
     assert summary["samples"] == 160 and summary["workers"] == 3
-    assert reading.now().state == "ended"
-    assert reading.facts("summary") == summary
-    assert reading.facts("end") == {"code": 0, "cause": "all 2 ranks ended well"}
+    assert reading.status().state == "ended"
+    assert reading.get("summary") == summary
+    assert reading.get("end") == {"code": 0, "cause": "all 2 ranks ended well"}
     assert [event.kind for event in reading.events()] == ["joined", "end"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len([line for line in lines if "loss" in line]) == 20
@@ -93,7 +93,7 @@ def test_everything_that_was_told_before_close_is_kept(
     assert watcher.close({})["samples"] == 8000
     watcher.hear(worker(0), encode(work(1001)))
     assert watcher.close({})["samples"] == 8000
-    assert RunReader(str(tmp_path / "memory.sqlite")).now().samples == 8000
+    assert RunReader(str(tmp_path / "memory.sqlite")).status().samples == 8000
 
 
 def test_a_straggler_is_said(watch: Callable[..., RunMonitor], said: Said) -> None:
@@ -196,7 +196,7 @@ def test_two_runs_after_each_other_in_one_directory(watch: Callable[..., RunMoni
     second.hear(worker(0), encode(work(1, rows=[row(1, accuracy=1.0)])))
     second.close({})
     reading = RunReader(str(tmp_path / "memory.sqlite"))
-    assert reading.now().samples == 8 and "value/loss" not in reading.curves()[1] and reading.facts("end") == {}
+    assert reading.status().samples == 8 and "value/loss" not in reading.curves()[1] and reading.get("end") == {}
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
@@ -204,7 +204,7 @@ def test_without_a_directory_the_memory_is_a_temporary_one(watch: Callable[..., 
     watcher = watch(None)
     watcher.hear(worker(0), encode(work(1)))
     reading = RunReader(os.path.join(watcher.directory, "memory.sqlite"))
-    until(lambda: reading.now().step == 1)
+    until(lambda: reading.status().step == 1)
     assert os.listdir(watcher.directory)[0].startswith("memory.sqlite")
     assert watcher.close({})["samples"] == 8
     assert not os.path.exists(watcher.directory) and said.warnings == []

@@ -16,7 +16,7 @@ from stories import Story
 
 from hora.dashboard import catalogue
 from hora.runs import json_file, run_directory
-from hora.runs.database import NAME
+from hora.runs.run_directory import DATABASE
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_path_with_odd_bytes_is_shown(page: Page, home: pathlib.Path) -> None:
     assert "\\udce9" in (home / "odd" / "run.json").read_text()
     assert listed(page)["odd"]["command"] == ["caf?.py"]
     assert page.get("/api/runs/odd")["run"]["caf?.py"] == 1
-    assert [found.begun["command"] for found in run_directory.all_runs() if found.name == "odd"] == [["caf?.py"]]
+    assert [found.config["command"] for found in run_directory.all_runs() if found.name == "odd"] == [["caf?.py"]]
 
 
 @pytest.mark.parametrize("end", [{"summary": {"steps": 10**40}}, {"cause": "\ud800"}, {"summary": [1], "code": {}},
@@ -71,7 +71,7 @@ def test_a_now_of_anything_spoils_its_own_line(page: Page, home: pathlib.Path, n
     story.go(4)
     story.leave()
     story.memory.close()
-    with sqlite3.connect(story.path / NAME) as memory:
+    with sqlite3.connect(story.path / DATABASE) as memory:
         memory.execute("UPDATE facts SET value = ? WHERE key = 'now'", (now,))
     line, told = listed(page)["odd"], page.get("/api/runs/odd")
     assert line["state"] == told["state"] == "lost"
@@ -87,7 +87,7 @@ def test_a_memory_of_anything_says_what_is_wrong(page: Page, home: pathlib.Path,
     story = Story(home, "odd")
     story.go(20)
     story.end()
-    with sqlite3.connect(story.path / NAME) as memory:
+    with sqlite3.connect(story.path / DATABASE) as memory:
         memory.execute(wrong)
     listed(page)
     assert "cannot be read" in page.get("/api/runs/odd")["problem"]

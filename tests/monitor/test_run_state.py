@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from told import keeping, row, server, work, worker
+from reports import keeping, row, server, work, worker
 
 from hora.monitor.event_log import MAX_EVENTS
 from hora.monitor.members import MAX_TRACKS
@@ -25,7 +25,7 @@ def train(
     for tick in range(begin, begin + ticks):
         now = (tick + 1) * every_s
         for rank, fields in workers.items():
-            board.hear(worker(rank), work(tick + 1, **fields), now)
+            board.on_report(worker(rank), work(tick + 1, **fields), now)
         board.tick(now)
     return now
 
@@ -36,7 +36,7 @@ def train(
 def test_samples_are_the_sum_of_all_workers_own() -> None:
     run = board()
     now = train(run, 20, {0: {"samples": 8}, 1: {"samples": 4}})
-    shown = run.now(now)
+    shown = run.status(now)
     assert (shown.samples, shown.step, shown.state) == (240, 20, "running")
     assert shown.samples_per_s == pytest.approx(48)
     assert shown.steps_per_s == pytest.approx(4)
@@ -48,7 +48,7 @@ def test_samples_are_the_sum_of_all_workers_own() -> None:
 def test_peers_are_told_in_bytes_per_second() -> None:
     run = board()
     now = train(run, 20, {0: {"peers": {1: 500}}, 1: {"peers": {0: 250}}})
-    assert [each.peers for each in run.now(now).workers] == [{1: pytest.approx(2000)}, {0: pytest.approx(1000)}]
+    assert [each.peers for each in run.status(now).workers] == [{1: pytest.approx(2000)}, {0: pytest.approx(1000)}]
 
 
 def test_waiting_is_what_a_worker_has_beyond_the_least_exposed() -> None:
@@ -56,7 +56,7 @@ def test_waiting_is_what_a_worker_has_beyond_the_least_exposed() -> None:
     fast = {"seconds": 0.4, "exposed_s": 0.31, "computes": [0.09]}
     slow = {"seconds": 0.4, "exposed_s": 0.01, "computes": [0.39]}
     now = train(run, 8, {0: fast, 1: slow})
-    quick, late = run.now(now).workers
+    quick, late = run.status(now).workers
     assert (quick.compute_s, quick.wait_s, quick.comm_s) == pytest.approx((0.09, 0.3, 0.01))
     assert (late.compute_s, late.wait_s, late.comm_s) == pytest.approx((0.39, 0.0, 0.01))
     assert run.curves["rank/0/wait"].points[-1].mean == pytest.approx(0.3)
@@ -67,7 +67,7 @@ def test_waiting_is_what_a_worker_has_beyond_the_least_exposed() -> None:
 def test_where_nobody_waits_all_of_it_is_communication(strategy: str) -> None:
     run = board(strategy)
     now = train(run, 8, {0: {"seconds": 0.4, "exposed_s": 0.3}, 1: {"seconds": 0.4, "exposed_s": 0.01}})
-    quick, late = run.now(now).workers
+    quick, late = run.status(now).workers
     assert (quick.wait_s, late.wait_s) == (0, 0)
     assert (quick.comm_s, late.comm_s) == pytest.approx((0.3, 0.01))
 
@@ -79,9 +79,9 @@ def test_in_rounds_the_wait_at_their_end_is_spread_over_their_steps() -> None:
         for rank in (0, 1):
             exposed_s = (0.3 if rank == 0 else 0.1) if at_end else 0.0
             told = work(tick, seconds=0.1 + exposed_s, exposed_s=exposed_s, rounds=tick // 4, local_steps=tick % 4)
-            run.hear(worker(rank), told, tick * 0.25)
+            run.on_report(worker(rank), told, tick * 0.25)
         run.tick(tick * 0.25)
-    shown = run.now(10.0)
+    shown = run.status(10.0)
     assert [each.wait_s for each in shown.workers] == pytest.approx([0.05, 0.0])
     assert [each.comm_s for each in shown.workers] == pytest.approx([0.025, 0.025])
     assert shown.rounds == 10 and shown.workers[0].rounds == 10
@@ -90,10 +90,10 @@ def test_in_rounds_the_wait_at_their_end_is_spread_over_their_steps() -> None:
 def test_steps_of_a_minute_have_a_rate_and_silence_lowers_it() -> None:
     run = board()
     for step in range(1, 4):
-        run.hear(worker(0), work(step, seconds=60.0, samples=600), step * 60.0)
-    assert run.now(180.0).samples_per_s == pytest.approx(10)
-    assert run.now(200.0).samples_per_s == pytest.approx(10)
-    assert run.now(600.0).samples_per_s < 3
+        run.on_report(worker(0), work(step, seconds=60.0, samples=600), step * 60.0)
+    assert run.status(180.0).samples_per_s == pytest.approx(10)
+    assert run.status(200.0).samples_per_s == pytest.approx(10)
+    assert run.status(600.0).samples_per_s < 3
 
 
 def test_eta_follows_the_recent_rate_of_progress() -> None:
@@ -101,27 +101,27 @@ def test_eta_follows_the_recent_rate_of_progress() -> None:
     for tick in range(1, 401):
         slow = tick > 200
         progress = 0.4 + (tick - 200) * 0.0005 if slow else tick * 0.002
-        run.hear(worker(0), work(tick, progress=progress), tick * 0.25)
+        run.on_report(worker(0), work(tick, progress=progress), tick * 0.25)
         run.tick(tick * 0.25)
-    shown = run.now(100.0)
+    shown = run.status(100.0)
     assert shown.progress == pytest.approx(0.5)
     assert shown.eta_s == pytest.approx(0.5 / 0.002, rel=0.05)
-    assert run.now(100.5).eta_s == pytest.approx((shown.eta_s or 0) - 0.5, rel=0.01)
-    later = run.now(300.0).eta_s
+    assert run.status(100.5).eta_s == pytest.approx((shown.eta_s or 0) - 0.5, rel=0.01)
+    later = run.status(300.0).eta_s
     assert later is not None and later > 2 * (shown.eta_s or 0)
 
 
 def test_there_is_no_eta_without_progress() -> None:
     run = board()
-    assert run.now(train(run, 20, {0: {}})).eta_s is None
+    assert run.status(train(run, 20, {0: {}})).eta_s is None
 
 
 def test_the_slowest_over_the_whole_run_is_named_if_notably_so() -> None:
     run = board()
     now = train(run, 20, {0: {}, 1: {"seconds": 0.105}, 2: {}})
-    assert run.now(now).slowest == "rank 1 (host a, pid 101)"
+    assert run.status(now).slowest == "rank 1 (host a, pid 101)"
     even = board()
-    assert even.now(train(even, 20, {0: {}, 1: {"seconds": 0.1005}, 2: {}})).slowest == ""
+    assert even.status(train(even, 20, {0: {}, 1: {"seconds": 0.1005}, 2: {}})).slowest == ""
 
 
 def test_the_speed_is_a_curve_over_the_steps_of_the_run() -> None:
@@ -135,7 +135,7 @@ def test_the_speed_is_a_curve_over_the_steps_of_the_run() -> None:
 def test_the_summary_has_the_whole_run() -> None:
     run = board()
     now = train(run, 20, {0: {"rows": [row(1, loss=2.0)]}, 1: {"seconds": 0.2}})
-    run.event("end", "", "done", now)
+    run.on_event("end", "", "done", now)
     summary = run.summary()
     assert summary["samples"] == 320 and summary["steps"] == 20 and summary["workers"] == 2
     assert summary["seconds"] == now and summary["slowest"] == "rank 1 (host a, pid 101)"
@@ -150,8 +150,8 @@ def test_the_summary_has_the_whole_run() -> None:
 
 def test_rows_are_placed_on_the_runs_clock_and_among_its_samples() -> None:
     run = board()
-    run.hear(worker(0), work(10, steps=10, samples=100), 5.0)
-    run.hear(worker(0), work(20, steps=10, samples=100, rows=[row(15, 0.5, loss=2.0), row(20, loss=1.0)]), 6.0)
+    run.on_report(worker(0), work(10, steps=10, samples=100), 5.0)
+    run.on_report(worker(0), work(20, steps=10, samples=100, rows=[row(15, 0.5, loss=2.0), row(20, loss=1.0)]), 6.0)
     first, last = run.curves["value/loss"].points
     assert (first.start, first.at, first.samples, first.mean) == (15, 5.5, 150, 2.0)
     assert (last.start, last.at, last.samples, last.mean) == (20, 6.0, 200, 1.0)
@@ -163,46 +163,46 @@ def test_the_samples_of_a_row_are_those_of_its_step() -> None:
     run = board()
     for rank in (0, 1):  # the first reports come from workers that began together, 2 times 8 samples a step
         rows = [row(step, (10 - step) * 0.001, loss=1.0) for step in range(1, 11)]
-        run.hear(worker(rank), work(10, steps=10, seconds=3.0, samples=80, rows=rows), 3.0 + rank * 0.01)
+        run.on_report(worker(rank), work(10, steps=10, seconds=3.0, samples=80, rows=rows), 3.0 + rank * 0.01)
     logged_rows = run.take_rows()
     zero, one = logged_rows[:10], logged_rows[10:]
     assert [logged.samples for logged in zero] == [16, 32, 48, 64, 80, 80, 80, 80, 80, 80]  # no more was heard of
     assert [logged.samples for logged in one] == list(range(16, 161, 16))
     rows = [row(step, loss=1.0) for step in range(11, 15)]
-    run.hear(worker(0), work(14, steps=4, samples=32, rows=rows), 3.25)
+    run.on_report(worker(0), work(14, steps=4, samples=32, rows=rows), 3.25)
     assert [logged.samples for logged in run.take_rows()] == [176, 192, 192, 192]
 
 
 def test_where_workers_go_their_own_pace_rows_share_what_came_since_the_last_report() -> None:
     run = board("ps:mode=async")
-    run.hear(worker(0), work(10, steps=10, samples=80), 1.0)
-    run.hear(worker(1), work(2, steps=2, samples=16), 1.1)
+    run.on_report(worker(0), work(10, steps=10, samples=80), 1.0)
+    run.on_report(worker(1), work(2, steps=2, samples=16), 1.1)
     rows = [row(step, loss=1.0) for step in (11, 15, 20)]
-    run.hear(worker(0), work(20, steps=10, samples=80, rows=rows), 1.25)
+    run.on_report(worker(0), work(20, steps=10, samples=80, rows=rows), 1.25)
     assert [logged.samples for logged in run.take_rows()] == [90, 128, 176]
-    run.hear(worker(1), work(4, steps=2, samples=16, rows=[row(3, loss=1.0), row(4, loss=1.0)]), 1.3)
+    run.on_report(worker(1), work(4, steps=2, samples=16, rows=[row(3, loss=1.0), row(4, loss=1.0)]), 1.3)
     assert [logged.samples for logged in run.take_rows()] == [144, 192]
 
 
 def test_workers_values_of_one_step_are_one_point_and_the_newest_is_their_mean() -> None:
     run = board()
     for step in range(1, 4):
-        run.hear(worker(0), work(step, rows=[row(step, loss=1.0)]), float(step))
+        run.on_report(worker(0), work(step, rows=[row(step, loss=1.0)]), float(step))
     for step in range(1, 4):
-        run.hear(worker(1), work(step, rows=[row(step, loss=3.0)]), 3.0 + step)
+        run.on_report(worker(1), work(step, rows=[row(step, loss=3.0)]), 3.0 + step)
     points = run.curves["value/loss"].points
     assert [(point.start, point.mean, point.low, point.high, point.count) for point in points] == [
         (step, 2.0, 1.0, 3.0, 2) for step in (1, 2, 3)
     ]
-    assert run.now(7.0).values == {"loss": 2.0}
-    run.event("died", str(worker(1)), "killed", 7.0)
-    assert run.now(7.0).values == {"loss": 1.0}
+    assert run.status(7.0).values == {"loss": 2.0}
+    run.on_event("died", str(worker(1)), "killed", 7.0)
+    assert run.status(7.0).values == {"loss": 1.0}
 
 
 def test_a_value_that_is_nan_is_shown_as_such() -> None:
     run = board()
-    run.hear(worker(0), work(1, rows=[row(1, loss=math.nan, inf=math.inf)]), 1.0)
-    shown = run.now(1.0)
+    run.on_report(worker(0), work(1, rows=[row(1, loss=math.nan, inf=math.inf)]), 1.0)
+    shown = run.status(1.0)
     assert math.isnan(shown.values["loss"]) and shown.values["inf"] == math.inf
     assert run.curves["value/loss"].points[0].count == 0
 
@@ -210,13 +210,13 @@ def test_a_value_that_is_nan_is_shown_as_such() -> None:
 def test_names_from_user_code_are_limited_in_length_and_number() -> None:
     run = board()
     long = "x" * 1000
-    run.hear(worker(0), work(1, rows=[row(1, **{long: 1.0, "": 2.0, "ok": 3.0})]), 1.0)
+    run.on_report(worker(0), work(1, rows=[row(1, **{long: 1.0, "": 2.0, "ok": 3.0})]), 1.0)
     for number in range(1000):
-        run.hear(worker(0), work(2 + number, rows=[row(2 + number, **{f"n{number}": 1.0})]), 2.0)
+        run.on_report(worker(0), work(2 + number, rows=[row(2 + number, **{f"n{number}": 1.0})]), 2.0)
     names = [name for name in run.curves if name.startswith("value/")]
     assert len(names) == MAX_NAMES and "value/ok" in names and "value/" not in names
     assert max(map(len, names)) == len("value/") + MAX_NAME_CHARS
-    assert len(run.now(3.0).values) == MAX_NAMES
+    assert len(run.status(3.0).values) == MAX_NAMES
 
 
 def test_histograms_are_the_lowest_live_ranks_and_the_newest() -> None:
@@ -224,12 +224,12 @@ def test_histograms_are_the_lowest_live_ranks_and_the_newest() -> None:
     for step in range(1, 81):
         for rank in (1, 0):
             shown = HistogramReport("w", step, 1000.0, 0.0, 1.0 + rank, [rank, 2])
-            run.hear(worker(rank), work(step, histograms=[shown]), step * 0.1)
+            run.on_report(worker(rank), work(step, histograms=[shown]), step * 0.1)
     count, kept = run.histograms()
     assert len(kept) == 50 and kept[-1].step == 80 and {each.high for each in kept} == {1.0}
     assert run.histograms(count) == (count, [])
-    run.event("left", str(worker(0)), "", 9.0)
-    run.hear(worker(1), work(81, histograms=[HistogramReport("w", 81, 1000.0, 0.0, 2.0, [1])]), 9.1)
+    run.on_event("left", str(worker(0)), "", 9.0)
+    run.on_report(worker(1), work(81, histograms=[HistogramReport("w", 81, 1000.0, 0.0, 2.0, [1])]), 9.1)
     assert [each.step for each in run.histograms(count)[1]] == [81]
 
 
@@ -239,43 +239,45 @@ def test_histograms_are_the_lowest_live_ranks_and_the_newest() -> None:
 def test_one_who_died_is_shown_and_counts_in_no_rate() -> None:
     run = board()
     now = train(run, 20, {0: {}, 1: {"exposed_s": 0.0}})
-    run.event("died", str(worker(1)), "killed by SIGKILL", now)
-    shown = run.now(now)
+    run.on_event("died", str(worker(1)), "killed by SIGKILL", now)
+    shown = run.status(now)
     assert [each.state for each in shown.workers] == ["alive", "died"]
     assert shown.workers[1].samples_per_s == 0 and shown.samples_per_s == pytest.approx(32)
     assert shown.workers[0].wait_s == 0
     assert shown.samples == 320
-    run.hear(worker(1), work(21), now)  # on its way when it died
-    assert run.now(now).workers[1].state == "died" and run.now(now).samples == 328
+    run.on_report(worker(1), work(21), now)  # on its way when it died
+    assert run.status(now).workers[1].state == "died" and run.status(now).samples == 328
 
 
 def test_one_who_joins_later_has_a_rank_beyond_the_size() -> None:
     run = board("ps:mode=async")
     now = train(run, 4, {0: {}, 1: {}})
-    run.event("joined", str(worker(7)), "", now)
-    assert [each.rank for each in run.now(now).workers] == [0, 1, 7]
+    run.on_event("joined", str(worker(7)), "", now)
+    assert [each.rank for each in run.status(now).workers] == [0, 1, 7]
     train(run, 4, {0: {}, 1: {}, 7: {}}, begin=4)
-    assert run.now(now).workers[2].name == "rank 7 (host a, pid 107)"
+    assert run.status(now).workers[2].name == "rank 7 (host a, pid 107)"
     assert run.summary()["workers"] == 3 and "rank/7/compute" in run.curves
 
 
 def test_the_steps_of_one_who_joined_are_the_runs() -> None:
     run = board("ps:mode=async")
     now = train(run, 40, {0: {}, 1: {}})
-    assert run.now(now).samples == 640
-    run.hear(worker(2), work(1, seconds=0.2, rows=[row(1, loss=5.0)], notices=[Notice(1, 1000.0, "skipped", "")]), now)
-    run.hear(worker(2), work(2, rows=[row(2, loss=4.0)]), now + 0.25)
+    assert run.status(now).samples == 640
+    run.on_report(
+        worker(2), work(1, seconds=0.2, rows=[row(1, loss=5.0)], notices=[Notice(1, 1000.0, "skipped", "")]), now
+    )
+    run.on_report(worker(2), work(2, rows=[row(2, loss=4.0)]), now + 0.25)
     points = run.curves["value/loss"].points
     assert [(point.start, point.mean, point.samples) for point in points] == [(41, 5.0, 648), (42, 4.0, 656)]
-    assert run.now(now).step == 42 and run.events[-1].step == 41
+    assert run.status(now).step == 42 and run.events[-1].step == 41
 
 
 def test_another_process_of_the_same_rank_begins_anew() -> None:
     run = board()
     train(run, 4, {0: {}, 1: {}})
-    run.event("died", str(worker(1)), "", 1.0)
-    run.hear(worker(1, pid=999), work(5), 2.0)
-    shown = run.now(2.0)
+    run.on_event("died", str(worker(1)), "", 1.0)
+    run.on_report(worker(1, pid=999), work(5), 2.0)
+    shown = run.status(2.0)
     assert [each.name for each in shown.workers][1] == "rank 1 (host a, pid 999)"
     assert shown.workers[1].state == "alive" and shown.samples == 72
     assert shown.bytes_per_step == 1000
@@ -284,33 +286,33 @@ def test_another_process_of_the_same_rank_begins_anew() -> None:
 def test_a_crowd_that_comes_and_goes_is_forgotten_but_not_its_samples() -> None:
     run = board("ps:mode=async")
     for rank in range(3 * MAX_TRACKS):
-        run.hear(worker(rank), work(rank), rank * 0.01)
+        run.on_report(worker(rank), work(rank), rank * 0.01)
         run.tick(rank * 0.01)
-        run.event("left", str(worker(rank)), "", rank * 0.01)
-    assert len(run.now(40.0).workers) == MAX_TRACKS
+        run.on_event("left", str(worker(rank)), "", rank * 0.01)
+    assert len(run.status(40.0).workers) == MAX_TRACKS
     assert run.summary()["samples"] == 3 * MAX_TRACKS * 8 and run.summary()["workers"] == 3 * MAX_TRACKS
     assert len([name for name in run.curves if name.startswith("rank/")]) <= 3 * MAX_STRIPS
-    assert run.lost == 0
+    assert run.lost_reports == 0
 
 
 def test_too_many_alive_are_not_taken() -> None:
     run = board("ps:mode=async")
     for rank in range(MAX_TRACKS + 5):
-        run.hear(worker(rank), work(1), 1.0)
-    assert len(run.now(1.0).workers) == MAX_TRACKS and run.lost == 5
+        run.on_report(worker(rank), work(1), 1.0)
+    assert len(run.status(1.0).workers) == MAX_TRACKS and run.lost_reports == 5
 
 
 def test_whoever_is_still_there_at_the_end_has_stopped() -> None:
     run = board("ps:mode=async", size=3)
     workers: dict[int, dict[str, Any]] = {0: {"epoch": 3}, 1: {"epoch": 3, "computes": [0.5]}, 2: {"epoch": 3}}
     now = train(run, 10, workers, every_s=0.5)
-    run.hear(server(0), keeping(0), now)
-    assert run.now(now).workers[1].slow > 0
-    run.event("left", str(worker(2)), "", now)
-    run.event("end", "", "done", now)
-    run.hear(worker(0), work(11, epoch=3), now)  # on its way when the run ended
-    run.hear(worker(7), work(1), now)
-    shown = run.now(now)
+    run.on_report(server(0), keeping(0), now)
+    assert run.status(now).workers[1].slow > 0
+    run.on_event("left", str(worker(2)), "", now)
+    run.on_event("end", "", "done", now)
+    run.on_report(worker(0), work(11, epoch=3), now)  # on its way when the run ended
+    run.on_report(worker(7), work(1), now)
+    shown = run.status(now)
     assert [each.state for each in shown.workers] == ["stopped", "stopped", "left", "stopped"]
     assert [each.state for each in shown.servers] == ["stopped"]
     assert shown.samples_per_s == shown.steps_per_s == shown.servers[0].updates_per_s == 0
@@ -320,43 +322,43 @@ def test_whoever_is_still_there_at_the_end_has_stopped() -> None:
 
 def test_the_epoch_is_never_that_of_one_who_died_while_others_went_on() -> None:
     run = board("ps:mode=async", size=3)
-    run.hear(worker(0), work(90, epoch=9, rows=[row(90, loss=9.0)]), 1.0)
-    run.hear(worker(1), work(40, epoch=4, rows=[row(40, loss=4.0)]), 1.0)
-    run.event("died", str(worker(0)), "", 1.0)
-    assert run.now(1.0).epoch == 4
-    run.hear(worker(1), work(50, epoch=5, rows=[row(50, loss=5.0)]), 2.0)
-    run.event("left", str(worker(1)), "", 2.0)
-    assert (run.now(2.0).epoch, run.now(2.0).values) == (5, {"loss": 5.0})
-    run.event("end", "", "done", 2.0)
-    assert run.now(2.0).epoch == 5 and run.summary()["values"] == {"loss": 5.0}
-    run.event("died", str(worker(1)), "", 2.0)
-    assert run.now(2.0).epoch == 5  # all have died: of the one that was heard last
+    run.on_report(worker(0), work(90, epoch=9, rows=[row(90, loss=9.0)]), 1.0)
+    run.on_report(worker(1), work(40, epoch=4, rows=[row(40, loss=4.0)]), 1.0)
+    run.on_event("died", str(worker(0)), "", 1.0)
+    assert run.status(1.0).epoch == 4
+    run.on_report(worker(1), work(50, epoch=5, rows=[row(50, loss=5.0)]), 2.0)
+    run.on_event("left", str(worker(1)), "", 2.0)
+    assert (run.status(2.0).epoch, run.status(2.0).values) == (5, {"loss": 5.0})
+    run.on_event("end", "", "done", 2.0)
+    assert run.status(2.0).epoch == 5 and run.summary()["values"] == {"loss": 5.0}
+    run.on_event("died", str(worker(1)), "", 2.0)
+    assert run.status(2.0).epoch == 5  # all have died: of the one that was heard last
 
 
 def test_servers_show_their_load_and_what_was_late() -> None:
     run = board("ps:mode=async")
-    run.hear(worker(0), work(5), 0.5)
+    run.on_report(worker(0), work(5), 0.5)
     for tick in range(1, 13):
         for number in (0, 1):
-            run.hear(
+            run.on_report(
                 server(number), keeping(number, seconds=0.25, busy_s=0.2, lags={0: 5 * tick, 2: tick}), tick * 0.25
             )
-    shown = run.now(3.0)
+    shown = run.status(3.0)
     first = shown.servers[0]
     assert first.updates == 120 and first.updates_per_s == pytest.approx(40) and first.busy == pytest.approx(0.8)
     assert (first.queue, first.load_bytes, first.bytes_in_per_s) == (3, 1 << 20, pytest.approx(16000))
     assert shown.lags == {0: 120, 2: 24}
     busy = run.curves["server/1/busy"].points[-1]
     assert (busy.start, busy.mean) == (5, pytest.approx(0.8))
-    run.event("died", str(server(1)), "", 3.0)
-    assert [each.state for each in run.now(3.0).servers] == ["alive", "died"]
+    run.on_event("died", str(server(1)), "", 3.0)
+    assert [each.state for each in run.status(3.0).servers] == ["alive", "died"]
 
 
 def test_a_server_within_a_worker_goes_with_it() -> None:
     run = board("ps")
-    run.hear(worker(1), keeping(0), 1.0)
-    run.event("died", str(worker(1)), "", 1.0)
-    assert run.now(1.0).servers[0].state == "died"
+    run.on_report(worker(1), keeping(0), 1.0)
+    run.on_event("died", str(worker(1)), "", 1.0)
+    assert run.status(1.0).servers[0].state == "died"
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
@@ -370,7 +372,7 @@ def test_a_straggler_is_named_in_an_event_and_so_is_its_end() -> None:
     [event] = run.take_events()
     assert event.kind == "slow" and event.who == "rank 1 (host a, pid 101)" and event.step <= 10
     assert event.text == "rank 1 (host a, pid 101) is slow: 412 ms of compute per step, the others 101 ms"
-    assert run.now(now).workers[1].slow == pytest.approx(412 / 101) and run.now(now).workers[0].slow == 0
+    assert run.status(now).workers[1].slow == pytest.approx(412 / 101) and run.status(now).workers[0].slow == 0
     train(run, 10, {0: quick, 1: quick}, begin=10, every_s=0.4)
     [event] = run.take_events()
     assert event.kind == "even" and "keeps up again: 101 ms" in event.text
@@ -379,17 +381,17 @@ def test_a_straggler_is_named_in_an_event_and_so_is_its_end() -> None:
 def test_a_straggler_that_died_is_slow_no_more() -> None:
     run = board()
     now = train(run, 10, {0: {}, 1: {"computes": [0.5]}}, every_s=0.5)
-    assert run.now(now).workers[1].slow > 0
-    run.event("died", str(worker(1)), "", now)
-    assert run.now(now).workers[1].slow == 0
+    assert run.status(now).workers[1].slow > 0
+    run.on_event("died", str(worker(1)), "", now)
+    assert run.status(now).workers[1].slow == 0
 
 
 def test_what_all_workers_tell_of_one_step_is_one_event() -> None:
     run = board()
     for rank in range(4):
         notices = [Notice(10, 999.5, "checkpoint", "step-10"), Notice(11, 1000.0, "skipped", "inf in w")]
-        run.hear(worker(rank), work(11, notices=notices), 5.0)
-    shown = run.now(5.0)
+        run.on_report(worker(rank), work(11, notices=notices), 5.0)
+    shown = run.status(5.0)
     assert (shown.checkpoints, shown.skipped) == (1, 1)
     assert [(event.kind, event.step, event.at) for event in run.events] == [
         ("checkpoint", 10, 4.5),
@@ -400,15 +402,15 @@ def test_what_all_workers_tell_of_one_step_is_one_event() -> None:
 def test_each_asynchronous_worker_skips_for_itself() -> None:
     run = board("ps:mode=async")
     for rank in range(4):
-        run.hear(worker(rank), work(11, notices=[Notice(11, 1000.0, "skipped", "inf")]), 5.0)
-    assert run.now(5.0).skipped == 4
+        run.on_report(worker(rank), work(11, notices=[Notice(11, 1000.0, "skipped", "inf")]), 5.0)
+    assert run.status(5.0).skipped == 4
 
 
 def test_events_are_numbered_bounded_and_cut() -> None:
     run = board()
     for number in range(2 * MAX_EVENTS):
-        run.event("joined", "somebody", "x" * 10_000 + str(number), 1.0)
-    run.event("told", "rank 0", "of no interest here", 1.0)
+        run.on_event("joined", "somebody", "x" * 10_000 + str(number), 1.0)
+    run.on_event("told", "rank 0", "of no interest here", 1.0)
     assert len(run.events) == MAX_EVENTS and run.events[-1].number == 2 * MAX_EVENTS
     assert len(run.events[-1].text) == 500
     assert len(run.take_events()) == MAX_EVENTS and run.take_events() == []
@@ -416,18 +418,18 @@ def test_events_are_numbered_bounded_and_cut() -> None:
 
 def test_text_that_utf8_cannot_say_can_be_kept() -> None:
     run = board()
-    run.event("stop", "bad \udc80 name", "bad \udcff text", 1.0)
+    run.on_event("stop", "bad \udc80 name", "bad \udcff text", 1.0)
     assert run.events[-1].text.encode() and run.events[-1].who.encode()
 
 
 def test_what_is_settled_later_changes_what_waiting_is() -> None:
     run = board("")
-    run.settle(strategy="ps:mode=async", synchronous=False, algorithm="ring", serving="http://127.0.0.1:8000")
-    run.settle(strategy="", algorithm="", serving="")
-    shown = run.now(0.0)
+    run.update(strategy="ps:mode=async", synchronous=False, algorithm="ring", serving="http://127.0.0.1:8000")
+    run.update(strategy="", algorithm="", serving="")
+    shown = run.status(0.0)
     assert (shown.strategy, shown.algorithm, shown.serving, shown.state) == ("ps:mode=async", "ring", "", "starting")
     now = train(run, 8, {0: {"exposed_s": 0.09}, 1: {"exposed_s": 0.01}})
-    assert run.now(now).workers[0].wait_s == 0
+    assert run.status(now).workers[0].wait_s == 0
 
 
 # -- a restored run ---------------------------------------------------------------------------------------------------
@@ -441,16 +443,16 @@ def test_a_restored_run_goes_on_from_its_step() -> None:
     run = board()
     for step in range(1, 11):
         for rank in (0, 1):
-            run.hear(worker(rank), work(step, rows=[row(step, loss=9.0)], progress=step / 20), float(step))
+            run.on_report(worker(rank), work(step, rows=[row(step, loss=9.0)], progress=step / 20), float(step))
         run.tick(float(step))
-    run.hear(worker(0), work(5, rows=[row(5, loss=1.0)], notices=[Notice(4, 1000.0, "restore", "step-4")]), 11.0)
-    run.hear(worker(1), work(11, rows=[row(11, loss=9.0)]), 11.1)  # on its way when the other went back
-    run.hear(worker(1), work(5, rows=[row(5, loss=1.0)], notices=[Notice(4, 1000.0, "restore", "step-4")]), 11.2)
+    run.on_report(worker(0), work(5, rows=[row(5, loss=1.0)], notices=[Notice(4, 1000.0, "restore", "step-4")]), 11.0)
+    run.on_report(worker(1), work(11, rows=[row(11, loss=9.0)]), 11.1)  # on its way when the other went back
+    run.on_report(worker(1), work(5, rows=[row(5, loss=1.0)], notices=[Notice(4, 1000.0, "restore", "step-4")]), 11.2)
     run.tick(11.2)
     for rank in (0, 1):
-        run.hear(worker(rank), work(6, rows=[row(6, loss=1.0)]), 12.0)
+        run.on_report(worker(rank), work(6, rows=[row(6, loss=1.0)]), 12.0)
     assert losses(run) == [(1, 9.0, 2), (2, 9.0, 2), (3, 9.0, 2), (4, 9.0, 2), (5, 1.0, 2), (6, 1.0, 2)]
-    shown = run.now(12.0)
+    shown = run.status(12.0)
     assert shown.step == 6 and shown.samples == 8 * 25
     assert [event.kind for event in run.events] == ["restore"]
     assert max(point.start for point in run.curves["speed"].points) <= 6
@@ -460,14 +462,14 @@ def test_a_run_restored_twice_goes_back_twice() -> None:
     run = board()
     for steps in ([1, 2, 3, 4], [2, 3, 4, 5], [2, 3]):
         for step in steps:
-            run.hear(worker(0), work(step, rows=[row(step, loss=float(len(steps)))]), 1.0)
+            run.on_report(worker(0), work(step, rows=[row(step, loss=float(len(steps)))]), 1.0)
     assert losses(run) == [(1, 4.0, 1), (2, 2.0, 1), (3, 2.0, 1)]
 
 
 def test_a_restore_within_one_report_is_seen() -> None:
     run = board()
-    run.hear(worker(0), work(9, rows=[row(8, loss=9.0), row(9, loss=9.0)]), 1.0)
-    run.hear(worker(0), work(7, rows=[row(10, 0.2, loss=9.0), row(6, 0.1, loss=1.0), row(7, loss=1.0)]), 1.3)
+    run.on_report(worker(0), work(9, rows=[row(8, loss=9.0), row(9, loss=9.0)]), 1.0)
+    run.on_report(worker(0), work(7, rows=[row(10, 0.2, loss=9.0), row(6, 0.1, loss=1.0), row(7, loss=1.0)]), 1.3)
     assert losses(run) == [(6, 1.0, 1), (7, 1.0, 1)]
 
 
@@ -475,8 +477,8 @@ def test_a_run_that_begins_at_a_saved_step_has_nothing_to_forget() -> None:
     run = board()
     for rank in (0, 1):
         told = work(5001, rows=[row(5001, loss=1.0)], notices=[Notice(5000, 999.9, "restore", "step-5000")])
-        run.hear(worker(rank), told, 1.0)
-    assert losses(run) == [(5001, 1.0, 2)] and run.now(1.0).step == 5001
+        run.on_report(worker(rank), told, 1.0)
+    assert losses(run) == [(5001, 1.0, 2)] and run.status(1.0).step == 5001
 
 
 # -- hostile reports --------------------------------------------------------------------------------------------------
@@ -493,9 +495,9 @@ ABSURD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", ABSURD, ids=lambda fields: str(fields)[:30])
 def test_a_report_that_cannot_be_is_dropped_and_counted(fields: dict[str, Any]) -> None:
     run = board()
-    run.hear(worker(0), work(**{"step": 1, **fields}), 1.0)
-    shown = run.now(1.0)
-    assert run.lost == shown.lost_reports == 1 and shown.workers == [] and shown.samples == 0 and not run.curves
+    run.on_report(worker(0), work(**{"step": 1, **fields}), 1.0)
+    shown = run.status(1.0)
+    assert run.lost_reports == shown.lost_reports == 1 and shown.workers == [] and shown.samples == 0 and not run.curves
 
 
 @pytest.mark.parametrize(
@@ -510,32 +512,32 @@ def test_a_report_that_cannot_be_is_dropped_and_counted(fields: dict[str, Any]) 
 )  # fmt: skip
 def test_a_part_that_cannot_be_is_dropped_without_the_rest(fields: dict[str, Any]) -> None:
     run = board()
-    run.hear(worker(0), work(1, **fields), 1.0)
-    assert run.lost == 1 and run.now(1.0).samples == 8
+    run.on_report(worker(0), work(1, **fields), 1.0)
+    assert run.lost_reports == 1 and run.status(1.0).samples == 8
     assert not run.events and run.histograms() == (0, []) and "value/loss" not in run.curves
 
 
 def test_a_server_of_absurd_numbers_and_a_stranger_are_dropped() -> None:
     run = board()
     for fields in ({"busy_s": math.nan}, {"updates": -1}, {"lags": {-1: 1}}, {"lags": {0: -1}}, {"queue": 1 << 62}):
-        run.hear(server(0), keeping(0, **fields), 1.0)
-    run.hear(server(0), keeping(-1), 1.0)
-    run.hear(server(0), work(1), 1.0)
-    assert run.lost == 7 and run.now(1.0).servers == [] and run.now(1.0).workers == []
+        run.on_report(server(0), keeping(0, **fields), 1.0)
+    run.on_report(server(0), keeping(-1), 1.0)
+    run.on_report(server(0), work(1), 1.0)
+    assert run.lost_reports == 7 and run.status(1.0).servers == [] and run.status(1.0).workers == []
 
 
 def test_lags_of_any_number_are_bounded() -> None:
     run = board("ps:mode=async")
-    run.hear(server(0), keeping(0, lags=dict.fromkeys(range(100_000), 1)), 1.0)
-    lags = run.now(1.0).lags
+    run.on_report(server(0), keeping(0, lags=dict.fromkeys(range(100_000), 1)), 1.0)
+    lags = run.status(1.0).lags
     assert len(lags) == 256 and sum(lags.values()) == 100_000
 
 
 def test_progress_and_lag_that_cannot_be_are_left_out() -> None:
     run = board()
-    run.hear(worker(0), work(1, progress=math.nan, notes={"lag": math.inf}), 1.0)
+    run.on_report(worker(0), work(1, progress=math.nan, notes={"lag": math.inf}), 1.0)
     run.tick(1.0)
-    assert run.now(1.0).progress is None and run.now(1.0).workers[0].lag is None and run.lost == 0
+    assert run.status(1.0).progress is None and run.status(1.0).workers[0].lag is None and run.lost_reports == 0
 
 
 # -- a long run -------------------------------------------------------------------------------------------------------
@@ -546,18 +548,18 @@ def test_two_hundred_thousand_records_stay_bounded() -> None:
     for tick in range(4000):
         step = 50 * tick
         rows = [row(step + k, 0.25 - k / 200, loss=float(k)) for k in range(50)]
-        run.hear(worker(0), work(step + 49, steps=50, seconds=0.25, samples=400, rows=rows), tick * 0.25)
+        run.on_report(worker(0), work(step + 49, steps=50, seconds=0.25, samples=400, rows=rows), tick * 0.25)
         run.tick(tick * 0.25)
     curve = run.curves["value/loss"]
     assert len(curve.points) <= 1024 and curve.width == 256
     assert sum(point.count for point in curve.points) == 200_000
     assert sum(point.mean * point.count for point in curve.points) == pytest.approx(200_000 * 24.5)
     assert len(run.curves["rank/0/compute"].points) <= 256
-    assert run.now(1000.0).samples == 4000 * 400
+    assert run.status(1000.0).samples == 4000 * 400
 
 
 def test_rows_that_nobody_takes_are_bounded() -> None:
     run = board()
     for tick in range(1000):
-        run.hear(worker(0), work(50 * tick + 49, rows=[row(50 * tick + k, loss=1.0) for k in range(50)]), 1.0)
+        run.on_report(worker(0), work(50 * tick + 49, rows=[row(50 * tick + k, loss=1.0) for k in range(50)]), 1.0)
     assert len(run.take_rows()) == 20_000

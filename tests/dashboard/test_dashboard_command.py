@@ -150,7 +150,7 @@ def test_who_watches_sees_the_end_though_the_page_ends_with_the_launcher(tmp_pat
         try:
             with Page(listener.getsockname()[1], tmp_path).stream("r") as stream:
                 assert (stream.next() or ("",))[0] == "whole"
-                story.memory.keep("end", {"code": 3, "cause": "rank 1 failed"})
+                story.memory.put("end", {"code": 3, "cause": "rank 1 failed"})
                 story.event("end", "run", "rank 1 failed")
                 story.write()
                 assert process.stdin is not None

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from told import row, work, worker
+from reports import row, work, worker
 
 from hora.monitor import tensorboard
 from hora.monitor.messages import HistogramReport
@@ -31,7 +31,7 @@ def read(path: str) -> list[Any]:
 
 
 def write(board: RunState, files: TensorBoard) -> None:
-    files.write(board.take_rows(), board, board.now(board.heard_at))
+    files.write(board.take_rows(), board, board.status(board.updated_at))
 
 
 @needs_package
@@ -41,7 +41,7 @@ def test_scalars_histograms_and_speed_are_there_by_step(tmp_path: pathlib.Path) 
         for rank in (0, 1):
             shown = [HistogramReport("w", step, 1000.0, -1.0, 1.0, [1, 3])]
             rows = [row(step, loss=step / 2 + rank), row(step, **{f"only {rank}": 7.0})]
-            board.hear(worker(rank), work(step, rows=rows, histograms=shown), step * 1.0)
+            board.on_report(worker(rank), work(step, rows=rows, histograms=shown), step * 1.0)
         write(board, files)
     files.close()
     files.close()
@@ -65,7 +65,7 @@ def test_scalars_histograms_and_speed_are_there_by_step(tmp_path: pathlib.Path) 
 @needs_package
 def test_a_value_that_is_nan_is_written_as_such(tmp_path: pathlib.Path) -> None:
     board, files = RunState(), TensorBoard(str(tmp_path), no_warning)
-    board.hear(worker(0), work(1, rows=[row(1, loss=math.nan)]), 1.0)
+    board.on_report(worker(0), work(1, rows=[row(1, loss=math.nan)]), 1.0)
     write(board, files)
     assert math.isnan(read(files.path)[1].summary.value[0].simple_value)
     files.close()
@@ -76,14 +76,14 @@ def test_neither_torch_nor_tensorflow_is_imported(tmp_path: pathlib.Path) -> Non
     script = f"""
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
-from told import row, work, worker
+from reports import row, work, worker
 from hora.monitor.run_state import RunState
 from hora.monitor.tensorboard import TensorBoard
 files = TensorBoard({str(tmp_path)!r}, print)
 assert "tensorboard" not in sys.modules
 board = RunState()
-board.hear(worker(0), work(1, rows=[row(1, loss=1.0)]), 1.0)
-files.write(board.take_rows(), board, board.now(1.0))
+board.on_report(worker(0), work(1, rows=[row(1, loss=1.0)]), 1.0)
+files.write(board.take_rows(), board, board.status(1.0))
 files.close()
 assert "tensorboard" in sys.modules
 print(sorted({{"torch", "tensorflow"}} & sys.modules.keys()))
@@ -113,7 +113,7 @@ def test_a_disk_that_fails_is_told_once(tmp_path: pathlib.Path) -> None:
     board, files = RunState(), TensorBoard(str(tmp_path / "runs"), warnings.append)
     (tmp_path / "runs").rmdir()
     for step in (1, 2):
-        board.hear(worker(0), work(step, rows=[row(step, loss=1.0)]), 1.0)
+        board.on_report(worker(0), work(step, rows=[row(step, loss=1.0)]), 1.0)
         write(board, files)
     assert len(warnings) == 1 and "the run goes on without it" in warnings[0]
 
@@ -122,11 +122,11 @@ def test_a_disk_that_fails_is_told_once(tmp_path: pathlib.Path) -> None:
 def test_the_speed_does_not_end_with_a_nothing_of_after_the_end(tmp_path: pathlib.Path) -> None:
     board, files = RunState(strategy="ring"), TensorBoard(str(tmp_path), no_warning)
     for step in (1, 2):
-        board.hear(worker(0), work(step), step * 1.0)
+        board.on_report(worker(0), work(step), step * 1.0)
         write(board, files)
-    board.event("left", str(worker(0)), "", 2.5)
+    board.on_event("left", str(worker(0)), "", 2.5)
     write(board, files)
-    board.event("end", "", "done", 2.6)
+    board.on_event("end", "", "done", 2.6)
     write(board, files)
     files.close()
     values = [value for event in read(files.path) for value in event.summary.value]

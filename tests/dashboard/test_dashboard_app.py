@@ -23,7 +23,7 @@ from hora.dashboard import app as app_module
 from hora.dashboard import feed as feed_module
 from hora.dashboard.view import RunView
 from hora.http import server as http_module
-from hora.runs.database import NAME
+from hora.runs.run_directory import DATABASE
 
 PATHS = ["/", "/runs/one", "/compare", "/static/style.css", "/favicon.ico", "/metrics", "/api/runs", "/api/runs/one",
          "/api/runs/one/live", "/api/runs/one/predictor", "/nowhere"]  # fmt: skip
@@ -98,7 +98,7 @@ def test_a_run_without_a_memory_says_what_is_known(page: Page, home: pathlib.Pat
 
 def test_a_memory_of_another_version_is_named_with_the_way_out(page: Page, home: pathlib.Path, story: Story) -> None:
     story.end()
-    with sqlite3.connect(home / "one" / NAME) as memory:
+    with sqlite3.connect(home / "one" / DATABASE) as memory:
         memory.execute("PRAGMA user_version = 7")
     told = page.get("/api/runs/one")
     assert "another version of Hora (schema 7" in told["problem"] and "delete the directory" in told["problem"]
@@ -108,7 +108,7 @@ def test_a_memory_of_another_version_is_named_with_the_way_out(page: Page, home:
 @pytest.mark.parametrize("junk", [b"", b"no database at all" * 100])
 def test_a_memory_that_is_none_is_named(page: Page, home: pathlib.Path, story: Story, junk: bytes) -> None:
     story.end()
-    (home / "one" / NAME).write_bytes(junk)
+    (home / "one" / DATABASE).write_bytes(junk)
     assert page.get("/api/runs/one")["problem"] and page.get("/api/runs")["runs"][0]["problem"]
 
 
@@ -116,12 +116,12 @@ def test_a_run_elsewhere_is_shown_by_its_name(tmp_path: pathlib.Path, home: path
     story = Story(tmp_path / "elsewhere", "x")
     story.go(4)
     os.unlink(story.path / "run.json")  # as where the run directory cannot be written
-    story.memory.keep("config", {"command": ["t.py"]})
+    story.memory.put("config", {"command": ["t.py"]})
     story.write()
     with shown(home, x=str(story.path)) as page:
         told = page.get("/api/runs/x")
         assert told["live"] and told["run"] == {"command": ["t.py"]} and page.get("/api/runs")["runs"][0]["name"] == "x"
-        story.memory.keep("end", {"code": 0})
+        story.memory.put("end", {"code": 0})
         story.event("end", "run", "over")
         story.write()
         until(lambda: not page.get("/api/runs/x")["live"])
@@ -167,7 +167,7 @@ def test_a_run_that_begins_anew_is_told_anew(page: Page, story: Story, home: pat
     with page.stream("one") as stream:
         assert (stream.next() or ("",))[0] == "whole"
         story.memory.close()
-        story.memory = type(story.memory)(str(home / "one" / NAME), story._warn)
+        story.memory = type(story.memory)(str(home / "one" / DATABASE), story._warn)
         story.board = type(story.board)(run="one", size=2, strategy="ring")
         story.step = 0
         story.go(2)
@@ -285,7 +285,7 @@ def test_links_out_of_the_home_are_not_followed(page: Page, home: pathlib.Path) 
     assert page.ask("/api/runs/s")[0] == 404 and page.get("/api/runs")["runs"] == []
     (home / "t").mkdir()
     (home / "t" / "run.json").write_text("{}")
-    (home / "t" / NAME).symlink_to(secret.path / NAME)
+    (home / "t" / DATABASE).symlink_to(secret.path / DATABASE)
     assert page.get("/api/runs/t")["curves"] == {}
     (home / "u").mkdir()
     (home / "u" / "run.json").symlink_to(secret.path / "run.json")

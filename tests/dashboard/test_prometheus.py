@@ -58,11 +58,11 @@ def test_ended_runs_are_left_out(tmp_path: pathlib.Path) -> None:
 )
 def test_names_are_escaped(tmp_path: pathlib.Path, name: str) -> None:
     story = Story(tmp_path, "one", size=1)
-    story.board.event(name, "somebody", "something", 0.0)
+    story.board.on_event(name, "somebody", "something", 0.0)
     story.go(4, values={name: 2.5})
     found = parsed(prometheus.text(StoredRuns(str(tmp_path))))
     story.end()
-    kept = story.board.now(0.0).values
+    kept = story.board.status(0.0).values
     assert [dict(labels)["name"] for labels in found["hora_value"]] == [*kept] and len(kept) == 1
     assert found["hora_up"].keys() == {(("run", "one"),)}
 
