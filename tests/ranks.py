@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hora.collectives import Group
-from hora.coordinator import LocalHub, Member
+from hora.coordinator import InProcessCoordinator, Member
 from hora.errors import HoraError
 from hora.transport import InProcessHub
 from hora.world import World
@@ -21,7 +21,7 @@ class Run:
 
     def __init__(self, size: int, transport: str = "memory", timeout_s: float = 20.0, **options: Any) -> None:
         self.size = size
-        self.hub = LocalHub(size)
+        self.hub = InProcessCoordinator(size)
         self.worlds: list[World | None] = [None] * size
         self.results: list[Any] = [None] * size
         self.errors: list[BaseException | None] = [None] * size
@@ -47,7 +47,7 @@ class Run:
 
     def _rank(self, rank: int, work: Callable[[Group], Any]) -> None:
         try:
-            line = self.hub.line()
+            line = self.hub.connect()
             reply = line.join(Member("worker", rank, "test", os.getpid()))
             world = World(line, reply.members, rank, reply.generation, TOKEN, lounge=self._lounge, **self._options)
             self.worlds[rank] = world

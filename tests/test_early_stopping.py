@@ -13,7 +13,7 @@ from hora.early_stopping import WorkerMeans
 
 def means(group: Group, together: bool = True) -> WorkerMeans:
     made = WorkerMeans(group._control, group.rank, group.size, "test", together)
-    group._control.listen(made.hear)
+    group._control.subscribe(made.hear)
     group.barrier()  # all listen
     return made
 

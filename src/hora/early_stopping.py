@@ -8,7 +8,7 @@ import threading
 import msgspec
 import torch
 
-from .coordinator import CoordinatorEvent, CoordinatorLine
+from .coordinator import CoordinatorConnection, CoordinatorEvent
 from .job import Job, current
 
 FIRST_S = 1.0
@@ -26,7 +26,7 @@ class WorkerMeans:
     not waited for.
     """
 
-    def __init__(self, control: CoordinatorLine, rank: int, size: int, topic: str, together: bool) -> None:
+    def __init__(self, control: CoordinatorConnection, rank: int, size: int, topic: str, together: bool) -> None:
         self._control = control
         self._rank = rank
         self._size = size
@@ -42,7 +42,7 @@ class WorkerMeans:
 
     def add(self, value: float) -> list[float]:
         """This worker's next value. The means that are known now and were not before, oldest first."""
-        self._control.tell(self._topic, msgspec.msgpack.encode(value))
+        self._control.send(self._topic, msgspec.msgpack.encode(value))
         with self._news:
             mine = self._values[self._rank]
             mine.append(value)
@@ -76,7 +76,7 @@ class WorkerMeans:
             return
         rank = event.member.rank
         with self._news:
-            if event.kind == "told" and event.topic == self._topic:
+            if event.kind == "message" and event.topic == self._topic:
                 self._values.setdefault(rank, []).append(msgspec.msgpack.decode(event.body, type=float))
             elif event.kind in ("left", "died") and rank != self._rank:
                 self._ended.add(rank)

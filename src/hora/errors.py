@@ -11,12 +11,12 @@ class HoraError(RuntimeError):
 
 
 class PeerLost(HoraError):
-    """A rank that others need has died or left. `ranks` holds who; `echo` tells that another rank failed first."""
+    """A rank that others need has died or left. `ranks` holds who; `secondary` tells that another rank failed first."""
 
-    def __init__(self, message: str, ranks: tuple[int, ...] = (), echo: bool = False) -> None:
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), secondary: bool = False) -> None:
         super().__init__(message)
         self.ranks = ranks
-        self.echo = echo
+        self.secondary = secondary
 
 
 class Timeout(HoraError, TimeoutError):

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from . import strategies
 from .collectives.group import Group
-from .coordinator import CoordinatorClient, CoordinatorEvent, LocalHub, Member
+from .coordinator import CoordinatorClient, CoordinatorEvent, InProcessCoordinator, Member
 from .data import DataService, LedgerView, Shard, shard
 from .errors import HoraError, PeerLost
 from .launch.forkserver import interpreter
@@ -108,14 +108,14 @@ class Job:
         self._asked = False  # a predictor has come to `prepare`
         self._ended: set[int] = set()  # workers
         self._lost = ""  # why a server cannot go on: the coordinator's process is gone
-        context.control.listen(self._hear)
+        context.control.subscribe(self._hear)
 
     def _hear(self, event: CoordinatorEvent) -> None:
         if event.kind == "stop" and self._stop_reason is None:
             self._stop_reason = event.text
         if event.kind in ("left", "died") and event.member is not None and event.member.role == "worker":
             self._ended.add(event.member.rank)
-        if event.kind in ("left", "died") or (event.kind == "told" and event.topic.startswith(MEAN)):
+        if event.kind in ("left", "died") or (event.kind == "message" and event.topic.startswith(MEAN)):
             with self._telling:
                 self._told.append(event)
                 for means in self._means:
@@ -131,7 +131,7 @@ class Job:
             self._lost = f"{self._context.name}: lost {self._context.control.hosted_by}: the line to it broke: {reason}"
             for rank in left:
                 gone = Member("worker", rank, "?", 0)
-                self._context.control.hear(CoordinatorEvent(kind="died", generation=0, member=gone, text=reason))
+                self._context.control.inject(CoordinatorEvent(kind="died", generation=0, member=gone, text=reason))
 
     def __repr__(self) -> str:
         return f"<hora.Job {self.role} {self.rank} of {self.size}, strategy {self.strategy.spell()}>"
@@ -262,7 +262,7 @@ class Job:
             self._failed = True
             _exit(SECONDARY_FAILURE)
         if self._lost:
-            raise PeerLost(self._lost, (0,), echo=True)
+            raise PeerLost(self._lost, (0,), secondary=True)
         raise SystemExit(0)
 
     def shard(
@@ -379,7 +379,7 @@ class Job:
             return self._save_alone(path, keep)
 
     def _save_alone(self, directory: str, keep: int) -> str:
-        left = [member.rank for member in self._context.control.roll() if member.role == "worker"]
+        left = [member.rank for member in self._context.control.members() if member.role == "worker"]
         if self.rank != min(left, default=self.rank):
             return ""
         own = _own_world(self._context.member, self._world.timeout_s)
@@ -567,7 +567,7 @@ def _advise_on_cores(identity: ProcessIdentity) -> None:
 
 def _own_world(member: Member, timeout_s: float) -> World:
     """A world of this process alone, with a coordinator of its own."""
-    line = LocalHub(1).line()
+    line = InProcessCoordinator(1).connect()
     me = Member("worker", 0, member.host, member.pid)
     line.join(me)
     return World(line, (me,), 0, 1, b"", timeout_s=timeout_s)
@@ -630,7 +630,7 @@ def _report_failures(job: Job) -> None:
         error = job._world.lost_behind(error) or error
         if isinstance(error, PeerLost):  # whoever was lost is the cause, even one that left without an error
             job._failed = True
-            if error.echo:
+            if error.secondary:
                 print(f"stopped: {error}", file=sys.stderr, flush=True)
             else:
                 _show(error, trace)

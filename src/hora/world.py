@@ -19,7 +19,7 @@ import torch
 
 from .collectives.deadlock import DeadlockDetector
 from .collectives.group import Group
-from .coordinator import CoordinatorEvent, CoordinatorLine, Member
+from .coordinator import CoordinatorConnection, CoordinatorEvent, Member
 from .errors import HoraError, OutOfMemory, PeerLost
 from .net.fd_passing import FdPassing
 from .net.interface import kernel
@@ -56,7 +56,7 @@ class World:
 
     def __init__(
         self,
-        control: CoordinatorLine,
+        control: CoordinatorConnection,
         members: tuple[Member, ...],
         rank: int,
         generation: int,
@@ -104,8 +104,8 @@ class World:
         self._founder: Group | None = None  # the group that is about to make another
         self._closed = False
         self._deadlocks = DeadlockDetector(control, str(members[rank]), self._numbers, self._break_off)
-        control.listen(self._hear)
-        control.listen(self._deadlocks.hear)
+        control.subscribe(self._hear)
+        control.subscribe(self._deadlocks.hear)
         _forget_after_fork(self)
         if self._lounge is None:
             self._meet()
@@ -219,7 +219,7 @@ class World:
         try:
             return self.control.get(key, self.timeout_s, look)
         except PeerLost:
-            told = self.control.peek(key)  # it may have come before its rank left
+            told = self.control.get_nowait(key)  # it may have come before its rank left
             if told is None:
                 raise
             return told
@@ -286,7 +286,7 @@ class World:
         if event.kind in ("died", "left") and event.member is not None and event.member.role == "worker":
             self._settled.add(event.member.rank)
             self._ends.append(event)
-        if event.kind == "told" and all(event.topic != g.transport.circle.name for g in self._groups):
+        if event.kind == "message" and all(event.topic != g.transport.circle.name for g in self._groups):
             self._early.append(event)
         for group in list(self._groups):
             group.accord.hear(event)
@@ -299,7 +299,7 @@ class World:
             assert event.member is not None
             if event.kind == "died" or event.member.rank == awaited:
                 me, lost = self.members[self.rank], event.member
-                raise PeerLost(f"{me}: lost {lost} while the ranks met: {event.text}", (lost.rank,), echo=True)
+                raise PeerLost(f"{me}: lost {lost} while the ranks met: {event.text}", (lost.rank,), secondary=True)
 
     def lost_behind(self, error: BaseException) -> PeerLost | None:
         """Whose end made torch's own links fail with `error`; None if they did not, or nobody has died."""
@@ -311,7 +311,9 @@ class World:
         for event in dead:
             me, lost = self.members[self.rank], event.member
             assert lost is not None
-            return PeerLost(f"{me}: lost {lost} in torch's own communication: {event.text}", (lost.rank,), echo=True)
+            return PeerLost(
+                f"{me}: lost {lost} in torch's own communication: {event.text}", (lost.rank,), secondary=True
+            )
         return None
 
     def lose(self, rank: int, reason: str) -> None:

@@ -330,7 +330,7 @@ def test_the_death_of_any_rank_ends_the_call_on_every_host(victim: int, links: s
         with pytest.raises(PeerLost, match="killed by SIGKILL") as caught:
             group.all_reduce(torch.ones(100_000), algorithm="ring")
         assert f"lost rank {victim} (host test" in str(caught.value)
-        assert caught.value.ranks == (victim,) and caught.value.echo
+        assert caught.value.ranks == (victim,) and caught.value.secondary
         assert "all_reduce sum of float32 [100000] by ring" in str(caught.value)
         return time.monotonic() - begin
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hora.coordinator import Coordinator, CoordinatorEvent, LocalHub, Member
+from hora.coordinator import Coordinator, CoordinatorEvent, InProcessCoordinator, Member
 from hora.coordinator.messages import (
     AnyRequest,
     CoordinatorReply,
@@ -19,8 +19,8 @@ from hora.coordinator.messages import (
     Put,
     Release,
     Reserve,
+    Send,
     Stop,
-    Tell,
 )
 from hora.coordinator.state import MAX_JOINERS, Out
 from hora.errors import HoraError, Timeout
@@ -95,17 +95,17 @@ def test_a_server_that_ends_before_the_run_has_formed_ends_the_wait() -> None:
 
 def test_a_word_goes_to_the_same_role_only() -> None:
     coordinator = formed(2, servers=2)
-    assert [to for to, _ in coordinator.handle(0, Tell(topic="t"), 0.0)] == [1]
-    assert [to for to, _ in coordinator.handle(100, Tell(topic="t"), 0.0)] == [101]
+    assert [to for to, _ in coordinator.handle(0, Send(topic="t"), 0.0)] == [1]
+    assert [to for to, _ in coordinator.handle(100, Send(topic="t"), 0.0)] == [101]
 
 
 def test_a_join_that_waits_names_the_servers_that_are_missing() -> None:
-    hub = LocalHub(3, servers=1)
+    hub = InProcessCoordinator(3, servers=1)
     with pytest.raises(Timeout, match="for ranks 1, 2 and server 0 to join"):
-        hub.line().join(Member("worker", 0, "here", 1), timeout_s=0.05, size=3, servers=1)
-    hub = LocalHub(1, servers=3)
+        hub.connect().join(Member("worker", 0, "here", 1), timeout_s=0.05, size=3, servers=1)
+    hub = InProcessCoordinator(1, servers=3)
     with pytest.raises(Timeout, match="for servers 0, 1, 2 to join"):
-        hub.line().join(Member("worker", 0, "here", 1), timeout_s=0.05, size=1, servers=3)
+        hub.connect().join(Member("worker", 0, "here", 1), timeout_s=0.05, size=1, servers=3)
 
 
 # -- joining -----------------------------------------------------------------------------------------------------------
@@ -184,13 +184,13 @@ def test_a_senseless_reservation_is_refused(count: int) -> None:
 
 
 def test_the_line_gives_the_first_of_the_ranks_that_it_reserved() -> None:
-    hub = LocalHub(1)
-    line = hub.line()
+    hub = InProcessCoordinator(1)
+    line = hub.connect()
     line.join(Member("worker", 0, "here", 1))
-    visitor = hub.line()
+    visitor = hub.connect()
     visitor.join(Member("visitor", 5, "here", 5))
     assert (visitor.reserve(2), visitor.reserve(1)) == (1, 3)
-    assert [str(member) for member in visitor.roll()] == ["rank 0 (host here, pid 1)"]
+    assert [str(member) for member in visitor.members()] == ["rank 0 (host here, pid 1)"]
     with pytest.raises(HoraError, match="may look and change nothing"):
         visitor.put("k", b"v")
 
@@ -227,7 +227,7 @@ def test_nobody_hears_of_a_visitor_and_it_hears_of_nothing() -> None:
         Put(id=1, key="k", value=b""),
         Lease(id=1, name="k", seconds=1.0),
         Release(id=1, name="k"),
-        Tell(id=1, topic="k"),
+        Send(id=1, topic="k"),
         Stop(id=1, reason="x"),
         Fail(id=1, reason="x"),
     ],

@@ -49,7 +49,7 @@ class Line:
         self.client = CoordinatorClient(service.address, TOKEN, 10.0)
         self.heard: list[CoordinatorEvent] = []
         self._news = threading.Condition()
-        self.client.listen(self._hear)
+        self.client.subscribe(self._hear)
         self.member = Member("worker", rank, "test", os.getpid())
 
     def _hear(self, event: CoordinatorEvent) -> None:
@@ -113,8 +113,8 @@ def test_members_meet_share_values_and_lend_names(serve: Callable[[int], Coordin
     assert zero.client.lease("name", 60.0) and not one.client.lease("name", 60.0)
     zero.client.release("name")
     assert one.client.lease("name", 60.0)
-    zero.client.tell("topic", b"body", (1,))
-    told = one.await_event("told")
+    zero.client.send("topic", b"body", (1,))
+    told = one.await_event("message")
     assert (told.topic, told.body, told.member) == ("topic", b"body", zero.member)
     one.client.stop("enough")
     assert zero.await_event("stop").text == one.await_event("stop").text == "enough"
@@ -173,7 +173,7 @@ def test_a_death_before_anybody_listens_is_heard_by_the_first_who_does(
     service.report_death(1, "killed")
     client.put("k", b"")  # its answer comes after the event
     heard: list[tuple[str, str]] = []
-    client.listen(lambda event: heard.append((event.kind, event.text)))
+    client.subscribe(lambda event: heard.append((event.kind, event.text)))
     assert heard == [("formed", ""), ("died", "killed")]
     client.close()
     joined.close()
@@ -220,12 +220,12 @@ def test_a_member_that_does_not_read_is_dropped_and_the_others_go_on(
     deaf = raw(service, Member("worker", 2, "test", 1))
     zero, one = lines(service, 2)
     for _ in range(400):  # 25 MB: more than the kernel's buffers and the backlog together
-        zero.client.tell("noise", bytes(64 << 10), (2,))
+        zero.client.send("noise", bytes(64 << 10), (2,))
     zero.client.put("still", b"there")
     assert one.client.get("still") == b"there"
     assert zero.await_event("died").member.rank == one.await_event("died").member.rank == 2  # type: ignore[union-attr]
-    zero.client.tell("quiet", b"", (1,))
-    assert one.await_event("told").topic == "quiet"
+    zero.client.send("quiet", b"", (1,))
+    assert one.await_event("message").topic == "quiet"
     deaf.close()
 
 

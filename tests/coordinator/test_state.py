@@ -21,8 +21,8 @@ from hora.coordinator.messages import (
     Leave,
     Put,
     Release,
+    Send,
     Stop,
-    Tell,
 )
 from hora.coordinator.state import DISCONNECT_GRACE_S, Out
 from hora.net.framing import frame
@@ -301,7 +301,7 @@ def test_there_are_so_many_keys_and_no_more(monkeypatch: pytest.MonkeyPatch) -> 
         Get(id=1, key="n" * 2000),
         Lease(id=1, name="n" * 2000, seconds=1.0),
         Release(id=1, name="n" * 2000),
-        Tell(id=1, topic="n" * 2000),
+        Send(id=1, topic="n" * 2000),
     ],
 )
 def test_a_name_has_a_longest_length(request_: AnyRequest) -> None:
@@ -439,7 +439,7 @@ def test_no_lease_has_two_holders_whatever_happens(seed: int) -> None:
 
 def test_a_word_reaches_only_those_addressed() -> None:
     coordinator = formed(4)
-    out = coordinator.handle(0, Tell(topic="t", body=b"b", to=(1, 3)), 0.0)
+    out = coordinator.handle(0, Send(topic="t", body=b"b", to=(1, 3)), 0.0)
     assert [(to, said.topic, said.body, said.member) for to, said in out if isinstance(said, CoordinatorEvent)] == [
         (1, "t", b"b", member(0)),
         (3, "t", b"b", member(0)),
@@ -450,19 +450,19 @@ def test_a_word_without_address_reaches_all_others_of_the_same_role() -> None:
     coordinator = formed(2)
     for rank in range(4):
         coordinator.handle(10 + rank, joining(rank, "server"), 0.0)
-    assert [to for to, _ in coordinator.handle(0, Tell(topic="t"), 0.0)] == [1]
-    assert [to for to, _ in coordinator.handle(10, Tell(topic="t"), 0.0)] == [11, 12, 13]
+    assert [to for to, _ in coordinator.handle(0, Send(topic="t"), 0.0)] == [1]
+    assert [to for to, _ in coordinator.handle(10, Send(topic="t"), 0.0)] == [11, 12, 13]
 
 
 def test_a_word_to_oneself_or_to_nobody_reaches_nobody() -> None:
     coordinator = formed(2)
-    assert coordinator.handle(0, Tell(topic="t", to=(0, 7)), 0.0) == []
+    assert coordinator.handle(0, Send(topic="t", to=(0, 7)), 0.0) == []
     coordinator.disconnected(1, 0.0)
-    assert coordinator.handle(0, Tell(topic="t", to=(1,)), 0.0) == []
+    assert coordinator.handle(0, Send(topic="t", to=(1,)), 0.0) == []
 
 
 def test_a_word_has_a_largest_size() -> None:
-    out = formed(2).handle(0, Tell(id=1, topic="t", body=bytes(MAX_VALUE_BYTES + 1)), 0.0)
+    out = formed(2).handle(0, Send(id=1, topic="t", body=bytes(MAX_VALUE_BYTES + 1)), 0.0)
     assert [to for to, _ in out] == [0] and "bytes" in reply(out, 0).error
 
 

@@ -18,7 +18,7 @@ import torch
 from seats import Count, Numbers, Recorder
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
-from hora.coordinator import LocalHub, Member
+from hora.coordinator import InProcessCoordinator, Member
 from hora.data import BatchSlice, DataService, LeasedBlock, Shard, shard
 from hora.data.ledger import order
 from hora.errors import HoraError, PeerLost
@@ -50,10 +50,12 @@ class Seat(Recorder):
 class Worker:
     """One worker in a thread: `work(worker)` is its script."""
 
-    def __init__(self, hub: LocalHub, rank: int, size: int, num_epochs: int = 1, leased: bool = True) -> None:
+    def __init__(
+        self, hub: InProcessCoordinator, rank: int, size: int, num_epochs: int = 1, leased: bool = True
+    ) -> None:
         self.rank = rank
         self.seat = Seat(rank, size, num_epochs)
-        self.line = hub.line()
+        self.line = hub.connect()
         self.seen: list[tuple[int | None, int]] = []  # epoch of the loop, sample
         self.error: BaseException | None = None
         self.desk = DataService(
@@ -95,7 +97,7 @@ class Worker:
 
 
 def run(size: int, work: Callable[[Worker], None], num_epochs: int = 1, leased: bool = True) -> list[Worker]:
-    hub = LocalHub(size)
+    hub = InProcessCoordinator(size)
     workers = [Worker(hub, rank, size, num_epochs, leased) for rank in range(size)]
     for worker in workers:
         worker.start(work)
@@ -141,7 +143,7 @@ def test_length_batch_size_and_drop_last() -> None:
 
 
 def test_one_request_per_batch_and_done_goes_with_it() -> None:
-    hub = LocalHub(1)
+    hub = InProcessCoordinator(1)
     worker = Worker(hub, 0, 1)
     asked: list[str] = []
     handle = hub.handle
@@ -179,7 +181,7 @@ def test_what_a_slow_worker_has_not_begun_is_taken_over() -> None:
 
 
 def test_a_dead_workers_block_is_done_by_another_who_waits_for_it_in_the_last_epoch() -> None:
-    hub = LocalHub(2)
+    hub = InProcessCoordinator(2)
     workers = [Worker(hub, rank, 2) for rank in range(2)]
     holding = threading.Event()
 
@@ -202,7 +204,7 @@ def test_a_dead_workers_block_is_done_by_another_who_waits_for_it_in_the_last_ep
 
 
 def test_what_dies_in_an_earlier_epoch_is_read_by_that_epochs_order() -> None:
-    hub = LocalHub(2)
+    hub = InProcessCoordinator(2)
     workers = [Worker(hub, rank, 2, num_epochs=2) for rank in range(2)]
     holding = threading.Event()
     lost: list[int] = []
@@ -234,7 +236,7 @@ def test_what_dies_in_an_earlier_epoch_is_read_by_that_epochs_order() -> None:
 
 
 def test_a_stop_ends_the_wait_and_the_epoch_is_not_over() -> None:
-    hub = LocalHub(2)
+    hub = InProcessCoordinator(2)
     workers = [Worker(hub, rank, 2) for rank in range(2)]
     holding, over = threading.Event(), threading.Event()
 
@@ -466,7 +468,7 @@ def test_what_cannot_be_handed_out_is_said_on_every_rank() -> None:
 
 @pytest.mark.parametrize("when", ["before", "between"])
 def test_a_source_that_dies_is_named(when: str) -> None:
-    hub = LocalHub(2)
+    hub = InProcessCoordinator(2)
     workers = [Worker(hub, rank, 2, leased=False) for rank in range(2)]
     offered, died = threading.Event(), threading.Event()
 

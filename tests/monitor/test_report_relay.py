@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from hora.coordinator import CoordinatorEvent, LocalHub, Member
+from hora.coordinator import CoordinatorEvent, InProcessCoordinator, Member
 from hora.coordinator.messages import MAX_REPORT_BYTES
 
 
@@ -14,10 +14,10 @@ class Witness:
         self.heard: list[tuple[Member, bytes]] = []
         self.seen: list[CoordinatorEvent] = []
 
-    def hear(self, member: Member, body: bytes) -> None:
+    def on_report(self, member: Member, body: bytes) -> None:
         self.heard.append((member, body))
 
-    def see(self, event: CoordinatorEvent) -> None:
+    def on_event(self, event: CoordinatorEvent) -> None:
         self.seen.append(event)
 
 
@@ -26,9 +26,9 @@ def member(rank: int, role: str = "worker") -> Member:
 
 
 def test_a_report_comes_with_its_sender_and_the_ends_of_members_are_seen() -> None:
-    hub, witness = LocalHub(1, servers=1), Witness()
-    hub.coordinator.witness = witness
-    first, server = hub.line(), hub.line()
+    hub, witness = InProcessCoordinator(1, servers=1), Witness()
+    hub.coordinator.observer = witness
+    first, server = hub.connect(), hub.connect()
     thread = threading.Thread(target=lambda: server.join(member(0, "server")))
     thread.start()
     first.join(member(0))
@@ -48,18 +48,18 @@ def test_a_report_comes_with_its_sender_and_the_ends_of_members_are_seen() -> No
 
 
 def test_nobody_watches_and_nothing_breaks() -> None:
-    hub = LocalHub(1)
-    line = hub.line()
+    hub = InProcessCoordinator(1)
+    line = hub.connect()
     line.join(member(0))
     line.report(b"one")
     line.leave()
 
 
 def test_a_stranger_and_a_visitor_cannot_report() -> None:
-    hub, witness = LocalHub(1), Witness()
-    hub.coordinator.witness = witness
-    hub.line().report(b"from one who has not joined")
-    visitor = hub.line()
+    hub, witness = InProcessCoordinator(1), Witness()
+    hub.coordinator.observer = witness
+    hub.connect().report(b"from one who has not joined")
+    visitor = hub.connect()
     visitor.join(Member("visitor", 7, "a", 7))
     visitor.report(b"from one who only looks")
     assert witness.heard == []

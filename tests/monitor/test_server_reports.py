@@ -12,7 +12,7 @@ import torch
 
 import ranks
 import trainings
-from hora.coordinator import CoordinatorLine
+from hora.coordinator import CoordinatorConnection
 from hora.errors import HoraError
 from hora.monitor.messages import EVERY_S, ServerReport, decode
 from hora.server import stats
@@ -148,13 +148,13 @@ def test_servers_in_the_workers_processes_report_too(monkeypatch: pytest.MonkeyP
     sent: list[Any] = []
     everything, lock = threading.Event(), threading.Lock()
 
-    def report(self: CoordinatorLine, body: bytes) -> None:
+    def report(self: CoordinatorConnection, body: bytes) -> None:
         with lock:
             sent.append(decode(body))
             if all(sum(each.updates for each in sent if each.server == server) >= 10 for server in (0, 1)):
                 everything.set()
 
-    monkeypatch.setattr(CoordinatorLine, "report", report)
+    monkeypatch.setattr(CoordinatorConnection, "report", report)
 
     def work(group: Any) -> None:
         one = trainings.training(group, "ps/2")
@@ -173,8 +173,8 @@ def test_servers_in_the_workers_processes_report_too(monkeypatch: pytest.MonkeyP
 
 
 def test_without_a_watcher_no_server_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    def report(self: CoordinatorLine, body: bytes) -> None:
+    def report(self: CoordinatorConnection, body: bytes) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(CoordinatorLine, "report", report)
+    monkeypatch.setattr(CoordinatorConnection, "report", report)
     ranks.run(2, lambda group: trainings.fit(trainings.training(group, "ps/1"), steps=3))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from hora.coordinator import CoordinatorEvent, LocalHub, Member
+from hora.coordinator import CoordinatorEvent, InProcessCoordinator, Member
 from hora.errors import HoraError, OutOfMemory
 from hora.http.listening import parse_address
 from hora.http.serve_config import ServeConfig, parse_batch, parse_interval
@@ -128,7 +128,7 @@ class Servers:
     """Servers as state machines in this process, whose memory is read as a predictor reads it."""
 
     def __init__(self, roster: ParameterRegistry, mode: str, num_servers: int = 2) -> None:
-        line = LocalHub(1).line()
+        line = InProcessCoordinator(1).connect()
         access = RunContext(control=line, token=b"", rank=0, size=1, num_servers=num_servers)
         self.layout: BlockLayout = layout_of(roster, access, 1 << 20)
         self.memories = [BlockMemory(len(part.blocks), part.num_bytes) for part in self.layout.parts]
@@ -274,8 +274,8 @@ def trained(rounds: int | None = None) -> tuple[Model, Sync]:
 def publisher(
     sync: Sync, rank: int = 0, all_ranks: bool = False, **options: object
 ) -> tuple[Publisher, SnapshotOffer | None]:
-    hub = LocalHub(1)
-    control = hub.line()
+    hub = InProcessCoordinator(1)
+    control = hub.connect()
     control.join(Member("worker", 0, "here", 1))
     made = Publisher(ServeConfig(**options), rank, sync, control, b"t" * 32, all_ranks)  # type: ignore[arg-type]
     words = hub.coordinator.values(f"showcase/{rank}").get(f"showcase/{rank}")
@@ -428,7 +428,7 @@ def test_a_worker_that_is_done_does_not_wait_for_a_predictor_that_has_died() -> 
 
 
 def test_a_worker_that_joins_again_is_no_longer_gone() -> None:
-    control = LocalHub(1).line()
+    control = InProcessCoordinator(1).connect()
     control.join(member := Member("worker", 0, "here", 1))
     crowd = LiveWorkers(control)
     for kind, is_empty in (("died", True), ("joined", False), ("left", True)):

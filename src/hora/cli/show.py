@@ -57,7 +57,7 @@ def _card(found: RunRecord) -> str:
     strategy, there = known.strategy, ""
     if found.live and "joins" not in begun:
         with contextlib.suppress(HoraError, ValueError), visit(found) as line:
-            members = line.roll()
+            members = line.members()
             there = "; ".join(_roll([m.rank for m in members if m.role == role], role) for role in ("worker", "server"))
             strategy = strategy or line.get("strategy", 0.2).decode()
     rows: dict[str, object] = {

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ..coordinator import CoordinatorEvent, CoordinatorLine
+from ..coordinator import CoordinatorConnection, CoordinatorEvent
 from ..errors import HoraError, Mismatch, PeerLost, Timeout
 from ..transport import Transport, WaitObserver
 from ..transport.base import POINT_TO_POINT
@@ -57,14 +57,14 @@ class CallNotice(msgspec.Struct, array_like=True):
         kinds: dict[str, type[HoraError]] = {kind.__name__: kind for kind in (HoraError, Mismatch, PeerLost, Timeout)}
         found = kinds.get(self.kind)
         if found is PeerLost:
-            return PeerLost(self.text, self.ranks, echo=True)
+            return PeerLost(self.text, self.ranks, secondary=True)
         return found(self.text) if found else None
 
 
 class ConsistencyChecker(WaitObserver):
     """One rank's side of it. `number` and `stamp` are those of the call under way."""
 
-    def __init__(self, transport: Transport, control: CoordinatorLine) -> None:
+    def __init__(self, transport: Transport, control: CoordinatorConnection) -> None:
         self.transports = [transport]  # the group's own first, then its engines and those of its parts
         self.number = 0
         self.stamp = 0
@@ -149,12 +149,12 @@ class ConsistencyChecker(WaitObserver):
             return
         if event.kind == "died":
             me, lost = self._name(self._transport.rank), self._name(peer)
-            self._abort(PeerLost(f"{me}: lost {lost} in {self.doing()}: {event.text}", (peer,), echo=True))
+            self._abort(PeerLost(f"{me}: lost {lost} in {self.doing()}: {event.text}", (peer,), secondary=True))
         elif event.kind == "left":
             assert event.member is not None
             for transport in self.transports:
                 self._leave(transport, event.member.rank, event.text)
-        elif event.kind == "told" and event.topic == self._transport.circle.name:
+        elif event.kind == "message" and event.topic == self._transport.circle.name:
             self._answer(peer, msgspec.msgpack.decode(event.body, type=CallNotice))
 
     def _answer(self, peer: int, word: CallNotice) -> None:
@@ -186,7 +186,7 @@ class ConsistencyChecker(WaitObserver):
         """This rank cannot go on with the group; the others learn it, unless they know by themselves."""
         first = self._transport.cause is None
         self._abort(cause)
-        if first and not (isinstance(cause, PeerLost) and cause.echo):
+        if first and not (isinstance(cause, PeerLost) and cause.secondary):
             ranks = cause.ranks if isinstance(cause, PeerLost) else ()
             self._say(CallNotice(type(cause).__name__, text=str(cause), ranks=ranks))
 
@@ -206,7 +206,7 @@ class ConsistencyChecker(WaitObserver):
         if not ranks:
             return
         try:
-            self._control.tell(self._transport.circle.name, msgspec.msgpack.encode(word), ranks)
+            self._control.send(self._transport.circle.name, msgspec.msgpack.encode(word), ranks)
         except HoraError as problem:
             log.debug("could not tell the others: %s", problem)
 
@@ -218,7 +218,7 @@ class SubgroupChecker(ConsistencyChecker):
     """The accord of a part of a group. The part's messages carry the stamp of the call of the `whole` that is under
     way, and whatever is asked or goes wrong in it is passed on to the whole, in the numbers of its ranks."""
 
-    def __init__(self, transport: Transport, control: CoordinatorLine, whole: ConsistencyChecker) -> None:
+    def __init__(self, transport: Transport, control: CoordinatorConnection, whole: ConsistencyChecker) -> None:
         super().__init__(transport, control)
         self._whole = whole
         places = [whole.transports[0].circle.place_of(member.rank) for member in transport.circle.members]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..coordinator import CoordinatorEvent, CoordinatorLine
+from ..coordinator import CoordinatorConnection, CoordinatorEvent
 from ..errors import HoraError, Mismatch
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class DeadlockDetector:
 
     def __init__(
         self,
-        control: CoordinatorLine,
+        control: CoordinatorConnection,
         name: str,
         numbers: Callable[[], dict[str, int]],
         end: Callable[[HoraError], None],
@@ -93,14 +93,14 @@ class DeadlockDetector:
         if mine is None:
             return
         with contextlib.suppress(HoraError):
-            self._control.tell(TOPIC, msgspec.msgpack.encode(mine))
+            self._control.send(TOPIC, msgspec.msgpack.encode(mine))
         with self._lock:
             others = list(self._others.values())
         for name, theirs in others:
             self._compare(mine, name, theirs)
 
     def hear(self, event: CoordinatorEvent) -> None:
-        if event.kind != "told" or event.topic != TOPIC or event.member is None:
+        if event.kind != "message" or event.topic != TOPIC or event.member is None:
             return
         theirs = msgspec.msgpack.decode(event.body, type=WaitState)
         with self._lock:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..coordinator import CoordinatorLine
+from ..coordinator import CoordinatorConnection
 from ..errors import HoraError
 from ..transport import RegisteredBuffer, Transfer, Transport
 from ..transport.base import CAME, COLLECTIVES, POINT_TO_POINT
@@ -57,7 +57,7 @@ class Group:
     def __init__(
         self,
         transport: Transport,
-        control: CoordinatorLine,
+        control: CoordinatorConnection,
         *,
         algorithm: str = "auto",
         deterministic: bool = False,

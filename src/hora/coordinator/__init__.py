@@ -1,8 +1,8 @@
 """The coordinator: who takes part, who is alive, what they have agreed on. It carries no tensor bytes."""
 
 from .client import CoordinatorClient
-from .control import CoordinatorLine
-from .in_process import LocalHub
+from .connection import CoordinatorConnection
+from .in_process import InProcessCoordinator
 from .messages import CoordinatorEvent, Member
 from .service import CoordinatorService
 from .state import Coordinator
@@ -10,9 +10,9 @@ from .state import Coordinator
 __all__ = [
     "Coordinator",
     "CoordinatorClient",
+    "CoordinatorConnection",
     "CoordinatorEvent",
-    "CoordinatorLine",
     "CoordinatorService",
-    "LocalHub",
+    "InProcessCoordinator",
     "Member",
 ]

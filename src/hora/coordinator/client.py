@@ -10,13 +10,13 @@ from collections.abc import Callable
 from ..net import keepalive
 from ..net.framing import FrameReader, frame
 from ..net.handshake import connect
-from .control import CoordinatorLine
+from .connection import CoordinatorConnection
 from .messages import AnyRequest, decode_answer
 
 PURPOSE = "control"
 
 
-class CoordinatorClient(CoordinatorLine):
+class CoordinatorClient(CoordinatorConnection):
     """One connection, one reading thread. `on_lost(reason)` is called once if the line breaks before `close`."""
 
     def __init__(
@@ -36,7 +36,7 @@ class CoordinatorClient(CoordinatorLine):
         self._thread = threading.Thread(target=self._read, name="hora-control", daemon=True)
         self._thread.start()
 
-    def _send(self, request: AnyRequest) -> None:
+    def _transmit(self, request: AnyRequest) -> None:
         data = frame(request)
         try:
             with self._writing:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import threading
 import time
 
-from .control import CoordinatorLine
+from .connection import CoordinatorConnection
 from .messages import AnyRequest
 from .state import Coordinator, Out
 
 
-class LocalHub:
+class InProcessCoordinator:
     """Drives the state machine directly. `line()` is one member's Control; `died` plays the launcher's part."""
 
     def __init__(self, size: int, servers: int = 0) -> None:
         self.coordinator = Coordinator(size, servers)
-        self._lines: dict[int, LocalControl] = {}
+        self._lines: dict[int, InProcessConnection] = {}
         self._order = threading.RLock()
 
-    def line(self) -> LocalControl:
+    def connect(self) -> InProcessConnection:
         with self._order:
-            line = LocalControl(self, len(self._lines))
+            line = InProcessConnection(self, len(self._lines))
             self._lines[line.number] = line
             return line
 
@@ -37,13 +37,13 @@ class LocalHub:
             self._lines[number]._receive(answer)
 
 
-class LocalControl(CoordinatorLine):
-    def __init__(self, hub: LocalHub, number: int) -> None:
+class InProcessConnection(CoordinatorConnection):
+    def __init__(self, hub: InProcessCoordinator, number: int) -> None:
         super().__init__()
         self.number = number
         self._hub = hub
 
-    def _send(self, request: AnyRequest) -> None:
+    def _transmit(self, request: AnyRequest) -> None:
         self._hub.handle(self.number, request)
 
     def close(self) -> None:

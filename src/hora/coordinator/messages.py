@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 PROTOCOL = 1
 MAX_VALUE_BYTES = 64 << 10
 MAX_REPORT_BYTES = 256 << 10
 MAX_NAME_CHARS = 1024  # of a key, a lease, a topic, a host: what is passed on must fit into a frame
+
+EventKind = Literal["formed", "joined", "left", "died", "stop", "message", "expired"]
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -41,7 +45,7 @@ class Join(CoordinatorRequest, tag="join"):
     versions: str = ""
 
 
-class ListMembers(CoordinatorRequest, tag="roll"):
+class ListMembers(CoordinatorRequest, tag="members"):
     """Who is there so far: answered at once with the members that have joined."""
 
 
@@ -87,7 +91,7 @@ class Release(CoordinatorRequest, tag="release"):
     name: str
 
 
-class Tell(CoordinatorRequest, tag="tell"):
+class Send(CoordinatorRequest, tag="send"):
     """A word to other ranks of the same role (all of them if `to` is empty), delivered as an event."""
 
     topic: str
@@ -169,11 +173,11 @@ class CoordinatorReply(msgspec.Struct, tag_field="do", tag="reply", kw_only=True
 
 
 class CoordinatorEvent(msgspec.Struct, tag_field="do", tag="event", kw_only=True):
-    """What happened, pushed to every member: formed, joined, left, died, stop, told, expired.
+    """What happened, pushed to every member: formed, joined, left, died, stop, message, expired.
 
     `failed`: who died has told why itself, by an exception of its script."""
 
-    kind: str
+    kind: EventKind
     generation: int
     failed: bool = False
     member: Member | None = None
@@ -184,7 +188,7 @@ class CoordinatorEvent(msgspec.Struct, tag_field="do", tag="event", kw_only=True
 
 AboutData = TakeBlock | BeginBlock | DoneBlocks | ShowData
 AnyRequest = (
-    Join | ListMembers | Reserve | Leave | Fail | Put | Get | Lease | Release | Tell | Stop | Report | AboutData
+    Join | ListMembers | Reserve | Leave | Fail | Put | Get | Lease | Release | Send | Stop | Report | AboutData
 )
 AnyAnswer = CoordinatorReply | CoordinatorEvent
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import Literal, Protocol
 
 from .lease_manager import LeaseManager
 from .messages import (
@@ -23,6 +23,7 @@ from .messages import (
     AnyRequest,
     CoordinatorEvent,
     CoordinatorReply,
+    EventKind,
     Fail,
     Get,
     Join,
@@ -34,9 +35,9 @@ from .messages import (
     Release,
     Report,
     Reserve,
+    Send,
     ShowData,
     Stop,
-    Tell,
 )
 
 MAX_KEYS = 100_000
@@ -44,7 +45,7 @@ MAX_JOINERS = 1024  # that one Reserve may ask for
 DISCONNECT_GRACE_S = 0.3  # the launcher knows a dead child's signal; it gets this long to say it first
 
 COUNTED = ("worker", "server")  # the roles whose members a run waits for; nobody hears of the others, who hear of all
-WITNESSED = ("joined", "left", "died", "stop")
+OBSERVED = ("joined", "left", "died", "stop")
 VISITOR = "visitor"  # the role of one who only looks
 
 Out = list[tuple[int, AnyAnswer]]
@@ -73,10 +74,10 @@ class _Loan:
 class CoordinatorObserver(Protocol):
     """Who watches the run. It is told and asked nothing, and must not block."""
 
-    def hear(self, member: Member, body: bytes) -> None:
+    def on_report(self, member: Member, body: bytes) -> None:
         """A member reports."""
 
-    def see(self, event: CoordinatorEvent) -> None:
+    def on_event(self, event: CoordinatorEvent) -> None:
         """A member joined, left or died, or asked everybody to stop."""
 
 
@@ -93,7 +94,7 @@ class Coordinator:
         self.stop_reason: str | None = None
         self.failures: list[tuple[Key, str]] = []  # who said that it fails, and why, in that order
         self.book = LeaseManager()
-        self.witness: CoordinatorObserver | None = None
+        self.observer: CoordinatorObserver | None = None
         self._seats: dict[Key, _MemberState] = {}
         self._by_connection: dict[int, Key] = {}
         self._visitors: set[int] = set()
@@ -135,15 +136,15 @@ class Coordinator:
         key = self._by_connection.get(connection)
         if key is None and connection not in self._visitors:
             return [(connection, CoordinatorReply(id=request.id, error="join first"))]
-        if isinstance(request, Put | Get | Lease | Release | Tell) and len(_name(request)) > MAX_NAME_CHARS:
+        if isinstance(request, Put | Get | Lease | Release | Send) and len(_name(request)) > MAX_NAME_CHARS:
             return self._answer(connection, request, error=f"a name may have {MAX_NAME_CHARS} characters at most")
         if isinstance(request, AboutData):
             return self._data(connection, key, request)
         if key is None:
             return self._guide(connection, request)
         if isinstance(request, Report):
-            if self.witness is not None and len(request.body) <= MAX_REPORT_BYTES:
-                self.witness.hear(self._seats[key].member, request.body)
+            if self.observer is not None and len(request.body) <= MAX_REPORT_BYTES:
+                self.observer.on_report(self._seats[key].member, request.body)
             return self._answer(connection, request)
         if isinstance(request, ListMembers):
             return self._roll(connection, request)
@@ -166,8 +167,8 @@ class Coordinator:
             if loan and loan.holder == key:
                 del self._loans[request.name]
             return self._answer(connection, request)
-        if isinstance(request, Tell):
-            return self._tell(connection, key, request)
+        if isinstance(request, Send):
+            return self._send(connection, key, request)
         assert isinstance(request, Stop)
         return self._stop(key, request.reason) + self._answer(connection, request)
 
@@ -339,7 +340,7 @@ class Coordinator:
         self._joining = []
         return out
 
-    def _depart(self, key: Key, state: str, reason: str, failed: bool = False) -> Out:
+    def _depart(self, key: Key, state: Literal["left", "died"], reason: str, failed: bool = False) -> Out:
         """The first word on a member's end counts, except that one which has left may still be found to have failed."""
         seat = self._seats[key]
         if seat.state == "died" or seat.state == state:
@@ -393,10 +394,10 @@ class Coordinator:
             return [(connection, CoordinatorReply(id=request.id, value=b"held"))]
         return [(connection, CoordinatorReply(id=request.id, value=b""))]
 
-    def _tell(self, connection: int, key: Key, request: Tell) -> Out:
+    def _send(self, connection: int, key: Key, request: Send) -> Out:
         if len(request.body) > MAX_VALUE_BYTES:
             return self._answer(connection, request, error=f"a word may have {MAX_VALUE_BYTES} bytes at most")
-        event = self._event("told", key=key, topic=request.topic, body=request.body)
+        event = self._event("message", key=key, topic=request.topic, body=request.body)
         out: Out = [
             (seat.connection, event)
             for (role, rank), seat in self._seats.items()
@@ -429,14 +430,14 @@ class Coordinator:
         return [(connection, CoordinatorReply(id=request.id, error=error))] if request.id or error else []
 
     def _event(
-        self, kind: str, key: Key | None = None, text: str = "", topic: str = "", body: bytes = b""
+        self, kind: EventKind, key: Key | None = None, text: str = "", topic: str = "", body: bytes = b""
     ) -> CoordinatorEvent:
         member = self._seats[key].member if key else None
         event = CoordinatorEvent(
             kind=kind, generation=self.generation, member=member, text=text, topic=topic, body=body
         )
-        if self.witness is not None and kind in WITNESSED:
-            self.witness.see(event)
+        if self.observer is not None and kind in OBSERVED:
+            self.observer.on_event(event)
         return event
 
     def _to_all(self, event: CoordinatorEvent, but: int | None = None) -> Out:
@@ -453,7 +454,7 @@ def _versions(text: str) -> dict[str, str]:
     return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
 
-def _name(request: Put | Get | Lease | Release | Tell) -> str:
-    if isinstance(request, Tell):
+def _name(request: Put | Get | Lease | Release | Send) -> str:
+    if isinstance(request, Send):
         return request.topic
     return request.key if isinstance(request, Put | Get) else request.name

@@ -29,7 +29,7 @@ import msgspec
 
 from .. import checkpoint
 from ..checkpoint.tensorfile import TensorFile
-from ..coordinator import CoordinatorEvent, CoordinatorLine
+from ..coordinator import CoordinatorConnection, CoordinatorEvent
 from ..errors import HoraError, PeerLost, Timeout
 from ..net import handshake
 from ..net.framing import recv_exactly
@@ -47,7 +47,7 @@ _ANSWER = struct.Struct("<IQ")
 class SampleExchange:
     """One per process that hands out samples, or is handed some. `close` once."""
 
-    def __init__(self, control: CoordinatorLine, rank: int, token: bytes, bind: str, timeout_s: float) -> None:
+    def __init__(self, control: CoordinatorConnection, rank: int, token: bytes, bind: str, timeout_s: float) -> None:
         self.rank = rank
         self._control = control
         self._token = token
@@ -61,7 +61,7 @@ class SampleExchange:
         self._order = threading.Lock()
         self._gone: dict[int, str] = {}  # ranks that have ended, and why
         self._closed = False
-        control.listen(self._hear)
+        control.subscribe(self._hear)
         _forget_after_fork(self)
 
     # -- the source --------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class SampleExchange:
 
     def receive(self, number: int, source: int) -> RemoteDataset:
         """The samples of loader `number`, which lie with rank `source`. Blocks until it has offered them."""
-        if all((member.role, member.rank) != ("worker", source) for member in self._control.roll()):
+        if all((member.role, member.rank) != ("worker", source) for member in self._control.members()):
             self._gone.setdefault(source, "it is not in the run")
         value = self._control.get(f"samples/{number}", self._timeout_s, check=lambda: self._check(source))
         words = msgspec.msgpack.decode(value)
@@ -170,7 +170,7 @@ class SampleExchange:
 
     def _await_readers(self, linger_s: float) -> None:
         deadline = time.monotonic() + linger_s
-        for member in self._control.roll():
+        for member in self._control.members():
             if member.role == "worker" and member.rank != self.rank:
                 with contextlib.suppress(PeerLost):
                     self._control.get(

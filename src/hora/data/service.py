@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..coordinator import CoordinatorLine
+from ..coordinator import CoordinatorConnection
 from ..coordinator.messages import BeginBlock, BlockGrant, DoneBlocks, TakeBlock
 from .remote_dataset import SampleExchange
 
@@ -28,7 +28,7 @@ class LeaseClient:
     Called by the loop's thread only. Every verb is one small request and its answer; none of them waits for a worker.
     """
 
-    control: CoordinatorLine
+    control: CoordinatorConnection
     number: int  # of the loader: all workers make the same ones in the same order
     last: Callable[[], bool] = _yes  # whether this is the last epoch, as far as anybody knows
     idle: Callable[[bool], None] = _nothing  # this worker begins, or ends, to wait for what others still hold
@@ -79,7 +79,7 @@ class DataService:
     With `leased`, loops that train take leases from the coordinator. `last` and `idle` are Training's (see Lender).
     """
 
-    control: CoordinatorLine
+    control: CoordinatorConnection
     rank: int
     token: bytes
     bind: str = "127.0.0.1"

@@ -86,7 +86,7 @@ class RunDisplay:
     def watch(self, service: CoordinatorService) -> None:
         """From now on the coordinator tells the watcher."""
         assert self.watcher is not None
-        service.coordinator.witness = _CoordinatorObserver(self.watcher)
+        service.coordinator.observer = _CoordinatorObserver(self.watcher)
 
     @property
     def due(self) -> float | None:
@@ -187,10 +187,10 @@ class _CoordinatorObserver:
     def __init__(self, watcher: RunMonitor) -> None:
         self._watcher = watcher
 
-    def hear(self, member: Member, body: bytes) -> None:
+    def on_report(self, member: Member, body: bytes) -> None:
         self._watcher.hear(member, body)
 
-    def see(self, event: CoordinatorEvent) -> None:
+    def on_event(self, event: CoordinatorEvent) -> None:
         self._watcher.event(event.kind, str(event.member) if event.member else "", event.text)
 
 

@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Any
 
-from ..coordinator import CoordinatorLine, CoordinatorService, Member
+from ..coordinator import CoordinatorConnection, CoordinatorService, Member
 from ..http.serve_config import ServeConfig
 
 LOOPBACK = "127.0.0.1"
@@ -79,7 +79,7 @@ class RunContext(ProcessIdentity):
     one server each, in their own process. `shared`: processes on one host may share memory.
     """
 
-    control: CoordinatorLine
+    control: CoordinatorConnection
     token: bytes
     service: CoordinatorService | None = None  # the coordinator, where this process hosts it
     store: Any = None  # torchrun's store; it must live as long as other ranks may read it

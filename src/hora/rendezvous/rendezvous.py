@@ -27,7 +27,7 @@ import stat
 import threading
 import time
 
-from ..coordinator import CoordinatorClient, CoordinatorLine, CoordinatorService, LocalHub
+from ..coordinator import CoordinatorClient, CoordinatorConnection, CoordinatorService, InProcessCoordinator
 from ..errors import HoraError, Timeout, Unauthorized
 from ..net import handshake, interface
 from .context import LOOPBACK, TIMEOUT_S, ProcessIdentity, RunContext
@@ -53,7 +53,7 @@ def _connect(identity: ProcessIdentity) -> RunContext:
     if identity.launcher == "torchrun":
         return _through_store(identity)
     if identity.launcher == "alone":
-        return _context(identity, LocalHub(1).line(), handshake.new_token(), identity.bind or LOOPBACK)
+        return _context(identity, InProcessCoordinator(1).connect(), handshake.new_token(), identity.bind or LOOPBACK)
     if identity.one_host:
         return _through_socket(identity)
     if identity.launcher == "mpirun":
@@ -63,7 +63,7 @@ def _connect(identity: ProcessIdentity) -> RunContext:
 
 def _context(
     identity: ProcessIdentity,
-    control: CoordinatorLine,
+    control: CoordinatorConnection,
     token: bytes,
     bind: str,
     service: CoordinatorService | None = None,

@@ -18,7 +18,7 @@ import torch
 from .. import checkpoint
 from ..checkpoint.manifest import Damaged
 from ..checkpoint.reader import verified
-from ..coordinator import CoordinatorEvent, CoordinatorLine
+from ..coordinator import CoordinatorConnection, CoordinatorEvent
 from ..errors import HoraError, Timeout
 from ..http.guard import own_names
 from ..http.serve_config import ServeConfig
@@ -52,7 +52,7 @@ Predict = Callable[[Any, Any], Any]
 class ServedRun(NamedTuple):
     """What a predictor knows of its run: `size` workers show parameters; servers have them under `ps`."""
 
-    control: CoordinatorLine
+    control: CoordinatorConnection
     token: bytes
     size: int
     ps: tuple[PS, RunContext] | None
@@ -141,12 +141,12 @@ def _signature(words: bytes) -> Signature | None:
 class LiveWorkers:
     """The workers that are still there. Whose end it is, the line's own thread hears."""
 
-    def __init__(self, control: CoordinatorLine) -> None:
+    def __init__(self, control: CoordinatorConnection) -> None:
         self._here: set[int] = set()
         self._gone: set[int] = set()
         self._said = False
-        control.listen(self._hear)
-        self._here |= {member.rank for member in control.roll() if member.role == "worker"}
+        control.subscribe(self._hear)
+        self._here |= {member.rank for member in control.members() if member.role == "worker"}
 
     def _hear(self, event: CoordinatorEvent) -> None:
         if event.member is None or event.member.role != "worker":
@@ -168,7 +168,7 @@ class LiveWorkers:
             log.warning("training has ended; serving goes on until Ctrl-C")
         return self.is_empty and not after
 
-    def ask(self, control: CoordinatorLine, key: str) -> bytes:
+    def ask(self, control: CoordinatorConnection, key: str) -> bytes:
         """What a worker has put, or will; HoraError if all have left without. Who has left may have put it before."""
         if self.is_empty:
             with contextlib.suppress(Timeout):
@@ -182,7 +182,7 @@ class LiveWorkers:
 
 
 def _open(
-    control: CoordinatorLine, passing: FdPassing, rank: int, roster: ParameterRegistry, crowd: LiveWorkers
+    control: CoordinatorConnection, passing: FdPassing, rank: int, roster: ParameterRegistry, crowd: LiveWorkers
 ) -> SnapshotBuffer:
     offer = msgspec.msgpack.decode(crowd.ask(control, f"showcase/{rank}"), type=SnapshotOffer)
     if offer.problem:

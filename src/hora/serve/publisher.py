@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ..coordinator import CoordinatorEvent, CoordinatorLine
+from ..coordinator import CoordinatorConnection, CoordinatorEvent
 from ..http.serve_config import ServeConfig, parse_interval
 from ..net.fd_passing import FdPassing
 from ..strategies.common.sync import Sync
@@ -52,7 +52,7 @@ class Publisher:
         config: ServeConfig,
         rank: int,
         sync: Sync,
-        control: CoordinatorLine,
+        control: CoordinatorConnection,
         token: bytes,
         all_ranks: bool = False,
     ) -> None:
@@ -71,7 +71,7 @@ class Publisher:
         self._forsaken = False  # the predictor has gone
         if rank and not (self._newest or all_ranks):
             return
-        control.listen(self._hear)
+        control.subscribe(self._hear)
         if config.source == "newest" and not self._newest:
             log.warning("--serve-from newest: this strategy has no rounds, so it makes no difference")
         try:
@@ -87,7 +87,7 @@ class Publisher:
         offer = SnapshotOffer(problem=self._problem)
         if self._passing is not None and self._showcase is not None:
             offer = SnapshotOffer(self._passing.address, KEY)
-        control.note(f"showcase/{rank}", msgspec.msgpack.encode(offer))
+        control.put_nowait(f"showcase/{rank}", msgspec.msgpack.encode(offer))
 
     def _hear(self, event: CoordinatorEvent) -> None:
         """On the line's own thread."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..coordinator import CoordinatorEvent, CoordinatorLine
+from ..coordinator import CoordinatorConnection, CoordinatorEvent
 from ..errors import HoraError, Mismatch, OutOfMemory, PeerLost, Timeout
 from ..monitor import spans
 from ..monitor.spans import COMMUNICATION, TRAINING
@@ -87,7 +87,7 @@ class ServerClient:
         name: str,
         layout: BlockLayout,
         dtypes: Sequence[torch.dtype],
-        control: CoordinatorLine,
+        control: CoordinatorConnection,
         token: bytes,
         timeout_s: float,
         check: Check,
@@ -138,9 +138,9 @@ class ServerClient:
                 if parcel.table is not None:
                     self._tables.setdefault(parcel.table.index, []).append(parcel)
         self._num_lookups = 0
-        control.listen(self._hear)
+        control.subscribe(self._hear)
         if not colocated:  # one may have ended before we listened
-            there = {member.rank for member in control.roll() if member.role == "server"}
+            there = {member.rank for member in control.members() if member.role == "server"}
             for link in self.links:
                 if link.number not in there:
                     self._ended.setdefault(link.number, f"server {link.number}: it ended before it served")
@@ -619,11 +619,11 @@ class ServerClient:
                 return self._gone(link.number)
             time.sleep(0.005)
         return PeerLost(
-            f"{self.name}: lost server {link.number}: {problem}; its parameters are lost with it", (), echo=True
+            f"{self.name}: lost server {link.number}: {problem}; its parameters are lost with it", (), secondary=True
         )
 
     def _gone(self, server: int) -> PeerLost:
-        return PeerLost(f"{self.name}: lost {self._ended[server]}; its parameters are lost with it", (), echo=True)
+        return PeerLost(f"{self.name}: lost {self._ended[server]}; its parameters are lost with it", (), secondary=True)
 
     def _check_alive(self, link: ServerConnection) -> None:
         self.check()

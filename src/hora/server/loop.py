@@ -134,8 +134,8 @@ class ServerLoop:
         self.busy_s = 0.0
         self.started = time.monotonic()
         self._herald = StatsReporter(context.rank, self._part.load, context.control.report) if context.watched else None
-        context.control.listen(self._hear)
-        there = {member.rank for member in context.control.roll() if member.role == "worker"}
+        context.control.subscribe(self._hear)
+        there = {member.rank for member in context.control.members() if member.role == "worker"}
         for worker in self._members - there:  # it ended before we listened
             self.excuse(worker)
         self._passing: FdPassing | None = None

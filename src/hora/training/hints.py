@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ..coordinator import CoordinatorEvent, CoordinatorLine
+from ..coordinator import CoordinatorConnection, CoordinatorEvent
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ NUM_BATCHES = 2  # that are compared
 class Hints:
     """`before_forward` and the other verbs are called on the training thread, `hear` on the line's."""
 
-    def __init__(self, control: CoordinatorLine, rank: int, size: int) -> None:
+    def __init__(self, control: CoordinatorConnection, rank: int, size: int) -> None:
         self._control = control
         self._rank = rank
         self._size = size
@@ -31,7 +31,7 @@ class Hints:
         self._lock = threading.Lock()
         self._batches: dict[int, list[str]] = {}  # the same by rank
         if rank == 0 and size > 1:
-            control.listen(self.hear)
+            control.subscribe(self.hear)
 
     def before_forward(self, inputs: Any, sharded: bool) -> None:
         """A prepared model is called to be trained; `sharded`: inside of a loop over `job.shard`."""
@@ -42,7 +42,7 @@ class Hints:
             if len(self._first) < NUM_BATCHES:
                 return  # rank 0 may not listen before it has taken a step
             if self._rank:
-                self._control.tell(TOPIC, msgspec.msgpack.encode(self._first), (0,))
+                self._control.send(TOPIC, msgspec.msgpack.encode(self._first), (0,))
             else:
                 self._note(0, self._first)
 
@@ -63,7 +63,7 @@ class Hints:
             )  # fmt: skip
 
     def hear(self, event: CoordinatorEvent) -> None:
-        if event.kind == "told" and event.topic == TOPIC and event.member is not None:
+        if event.kind == "message" and event.topic == TOPIC and event.member is not None:
             self._note(event.member.rank, msgspec.msgpack.decode(event.body, type=list[str]))
 
     def _note(self, rank: int, batches: list[str]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ..collectives.group import Group
-from ..coordinator import CoordinatorEvent, CoordinatorLine
+from ..coordinator import CoordinatorConnection, CoordinatorEvent
 from ..errors import HoraError, PeerLost
 from ..strategies.common.sync import ExchangeCancelled, Sync, ended_inside
 
@@ -48,7 +48,7 @@ class LeaveNotice(msgspec.Struct, array_like=True):
 class EarlyExit:
     """One worker's side. `hear` is called on the line's thread, everything else on the training thread."""
 
-    def __init__(self, group: Group, control: CoordinatorLine) -> None:
+    def __init__(self, group: Group, control: CoordinatorConnection) -> None:
         self.sync: Sync | None = None
         self.step = 0  # of the first optimizer, for the words
         self.following = False  # this worker waits for rank 0's next order
@@ -194,7 +194,7 @@ class EarlyExit:
     # -- the line --------------------------------------------------------------------------------------------------
 
     def hear(self, event: CoordinatorEvent) -> None:
-        if event.kind != "told" or event.topic != TOPIC or event.member is None:
+        if event.kind != "message" or event.topic != TOPIC or event.member is None:
             return
         word = msgspec.msgpack.decode(event.body, type=LeaveNotice)
         with self._news:
@@ -232,7 +232,7 @@ class EarlyExit:
             left = f"{who} left its loop after step {word.step}"
             if word.kind == "ended":
                 return PeerLost(
-                    f"{self._group.transport.name_of(self._group.rank)}: {ended_inside(left)}", (), echo=True
+                    f"{self._group.transport.name_of(self._group.rank)}: {ended_inside(left)}", (), secondary=True
                 )
             return ExchangeCancelled(left)
         return None
@@ -245,7 +245,7 @@ class EarlyExit:
 
     def _tell(self, kind: str, loop: int, num_exchanges: int) -> None:
         with contextlib.suppress(HoraError):
-            self._control.tell(TOPIC, msgspec.msgpack.encode(LeaveNotice(kind, loop, num_exchanges, self.step)))
+            self._control.send(TOPIC, msgspec.msgpack.encode(LeaveNotice(kind, loop, num_exchanges, self.step)))
 
     @property
     def _num_concluded(self) -> int:

@@ -21,7 +21,7 @@ import torch
 
 from ..collectives import objects
 from ..collectives.group import Group
-from ..coordinator import CoordinatorEvent, CoordinatorLine
+from ..coordinator import CoordinatorConnection, CoordinatorEvent
 from ..data import BatchSlice, Shard, unwinding
 from ..errors import HoraError, PeerLost
 from ..monitor import spans
@@ -63,7 +63,7 @@ class Training:
     def __init__(
         self,
         group: Group,
-        control: CoordinatorLine,
+        control: CoordinatorConnection,
         strategy: Strategy,
         on_nonfinite: str | None = None,
         access: RunContext | None = None,
@@ -139,10 +139,10 @@ class Training:
         sync.left_out = self._note_skip
         if self.access is not None:
             sync.access = self.access
-        self._control.listen(self._hear_of_loss)
+        self._control.subscribe(self._hear_of_loss)
         self._together = self.size > 1 and sync.lockstep
         if self._together:
-            self._control.listen(self._farewell.hear)  # now: somebody may leave a loop before we are in one
+            self._control.subscribe(self._farewell.hear)  # now: somebody may leave a loop before we are in one
         self._farewell.sync = sync
         sync.bind(self._group)
         self.sync = sync
@@ -247,7 +247,7 @@ class Training:
     def _check_lost(self) -> None:
         if self._lost is not None and self._lost.member is not None:
             lost, me = self._lost.member, f"rank {self.rank}"
-            raise PeerLost(f"{me}: lost {lost} after step {self.step}: {self._lost.text}", (lost.rank,), echo=True)
+            raise PeerLost(f"{me}: lost {lost} after step {self.step}: {self._lost.text}", (lost.rank,), secondary=True)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -368,7 +368,7 @@ class Training:
         now = time.monotonic()
         if now - self._noted_at >= NOTE_S and self._strategy.elastic:
             self._noted_at = now
-            self._control.note(f"step/{self.rank}", str(self.step).encode())
+            self._control.put_nowait(f"step/{self.rank}", str(self.step).encode())
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ..coordinator import CoordinatorLine
+from ..coordinator import CoordinatorConnection
 from ..errors import HoraError
 from ..net import interface
 from ..net.tensor_bytes import tensor_bytes
@@ -199,7 +199,7 @@ class TorchBackend(EngineBackend):
     The store that the ranks meet in listens on the run's own address; its port travels over the coordinator.
     """
 
-    def __init__(self, circle: GroupSpec, control: CoordinatorLine, name: str, bind: str) -> None:
+    def __init__(self, circle: GroupSpec, control: CoordinatorConnection, name: str, bind: str) -> None:
         import torch.distributed as dist
 
         self.name = name
@@ -271,7 +271,9 @@ class TorchBackend(EngineBackend):
             self._group.shutdown()
 
 
-def meet_in_store(key: str, circle: GroupSpec, control: CoordinatorLine, bind: str, limit: datetime.timedelta) -> Any:
+def meet_in_store(
+    key: str, circle: GroupSpec, control: CoordinatorConnection, bind: str, limit: datetime.timedelta
+) -> Any:
     """Collective: torch's store, which rank 0 hosts on the run's own address; its port travels under `key`."""
     from torch.distributed import TCPStore
 
@@ -422,7 +424,7 @@ class _Request(EngineWork):
 
 
 def open_engine(
-    circle: GroupSpec, control: CoordinatorLine, backend: str, bind: str, check: Callable[[], None]
+    circle: GroupSpec, control: CoordinatorConnection, backend: str, bind: str, check: Callable[[], None]
 ) -> EngineTransport:
     """Collective: the engine over these ranks; 'auto' is Gloo, which is everywhere.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..coordinator import CoordinatorLine
+from ..coordinator import CoordinatorConnection
 from ..errors import Mismatch
 from ..net import interface
 from .base import SLICE_S, GroupSpec
@@ -38,7 +38,7 @@ class TorchGroup:
     def __init__(
         self,
         circle: GroupSpec,
-        control: CoordinatorLine,
+        control: CoordinatorConnection,
         bind: str,
         backend: str | None,
         device: torch.device,

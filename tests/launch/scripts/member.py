@@ -61,7 +61,7 @@ def hear(event: CoordinatorEvent) -> None:
 
 reply = control.join(me, timeout_s=20, size=identity.size, servers=identity.servers or 0)
 workers |= {member.rank for member in reply.members if member.role == "worker"}
-control.listen(hear)
+control.subscribe(hear)
 told = [f"{member.role} {member.rank}" for member in reply.members]
 if me.role == "worker" and me.rank == 0:
     for word in sys.argv[1:]:

@@ -102,7 +102,7 @@ class AsyncLocalSync(ParameterServerSync):
 
     def _begin(self, number: int) -> BeginStep:
         """By its share of the samples: those that it saw, and those of the others, who are taken to see full rounds."""
-        live = sum(member.role == "worker" for member in self.access.control.roll())
+        live = sum(member.role == "worker" for member in self.access.control.members())
         mine = self._seen or self._rest
         whole = mine + max(0, live - 1) * self._interval * self._full
         return BeginStep(self._step, 0, 0, scale=mine / whole if whole else 0.0, place=self._place)

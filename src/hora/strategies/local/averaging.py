@@ -408,7 +408,7 @@ class LocalSync(LocalGradients):
         if ended := [rank for rank in broke if words[rank].broke == ENDED]:
             self._failed = True
             raise PeerLost(
-                f"{self._name}: {ended_inside(self._left_its_loop(ended[0], meeting))}", (ended[0],), echo=True
+                f"{self._name}: {ended_inside(self._left_its_loop(ended[0], meeting))}", (ended[0],), secondary=True
             )
         stop = any(word.stop for word in words) or bool(broke)
         if stop:

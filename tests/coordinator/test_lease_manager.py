@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hora.coordinator import LocalHub, Member
+from hora.coordinator import InProcessCoordinator, Member
 from hora.coordinator.lease_manager import EpochCut, IntervalSet, LeaseManager, describe
 from hora.coordinator.messages import BlockGrant, TakeBlock
 from hora.errors import HoraError
@@ -351,8 +351,8 @@ def test_views_name_what_earlier_epochs_still_owe() -> None:
 
 
 def test_the_coordinator_gives_a_dead_workers_blocks_out_again_and_lends_to_workers_only() -> None:
-    hub = LocalHub(1)
-    line, visitor = hub.line(), hub.line()
+    hub = InProcessCoordinator(1)
+    line, visitor = hub.connect(), hub.connect()
     line.join(Member("worker", 0, "here", 1))
     request = {"loader": 0, "epoch": 0, "loop": 0, "num_samples": 5, "block_samples": 5, "num_blocks": 1}
     assert line.take_block(TakeBlock(**request)).kind == "block"
@@ -367,7 +367,7 @@ def test_the_coordinator_gives_a_dead_workers_blocks_out_again_and_lends_to_work
     with pytest.raises(HoraError, match="has died and is lent no samples"):
         line.take_block(TakeBlock(**request))
     with pytest.raises(HoraError, match="cannot be cut"):
-        line2 = LocalHub(1).line()
+        line2 = InProcessCoordinator(1).connect()
         line2.join(Member("worker", 0, "here", 1))
         line2.take_block(TakeBlock(**{**request, "num_blocks": 9}))
 

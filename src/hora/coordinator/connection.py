@@ -31,10 +31,10 @@ from .messages import (
     Release,
     Report,
     Reserve,
+    Send,
     ShowData,
     Stop,
     TakeBlock,
-    Tell,
 )
 
 log = logging.getLogger(__name__)
@@ -45,12 +45,12 @@ MAX_EARLY = 1000  # events kept for a handler that is still to come
 Handler = Callable[[CoordinatorEvent], None]
 
 
-class CoordinatorLine(abc.ABC):
-    """Every verb is thread-safe. Those that wait have a deadline; `tell`, `fail` and `stop` do not wait.
+class CoordinatorConnection(abc.ABC):
+    """Every verb is thread-safe. Those that wait have a deadline; `send`, `fail` and `stop` do not wait.
 
-    Handlers given to `listen` are called on the line's own thread, in the order of events: they must not block and must
-    not ask the coordinator for anything that waits. `hosted_by` is the member in whose process the coordinator lives,
-    if any: a broken line is then its loss.
+    Handlers given to `subscribe` are called on the connection's own thread, in the order of events: they must not block
+    and must not ask the coordinator for anything that waits. `hosted_by` is the member in whose process the coordinator
+    runs, if any: a broken connection is then its loss.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class CoordinatorLine(abc.ABC):
         """
 
         def missing() -> str:
-            there = {(m.role, m.rank) for m in self.roll()}
+            there = {(m.role, m.rank) for m in self.members()}
             ranks = [str(rank) for rank in range(size) if ("worker", rank) not in there]
             others = [str(rank) for rank in range(servers) if ("server", rank) not in there]
             names = [f"ranks {', '.join(ranks)}"] if ranks else []
@@ -84,7 +84,7 @@ class CoordinatorLine(abc.ABC):
 
         return self._ask(Join(member=member, versions=versions), timeout_s, missing, str(member))
 
-    def roll(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[Member, ...]:
         """Who is there now."""
         return self._ask(ListMembers(), ANSWER_S, "the roll call").members
 
@@ -95,15 +95,15 @@ class CoordinatorLine(abc.ABC):
     def put(self, key: str, value: bytes) -> None:
         self._ask(Put(key=key, value=value), ANSWER_S, f"the coordinator to store {key!r}")
 
-    def note(self, key: str, value: bytes) -> None:
+    def put_nowait(self, key: str, value: bytes) -> None:
         """As put, but nobody waits for it to arrive."""
-        self._send(Put(key=key, value=value))
+        self._transmit(Put(key=key, value=value))
 
     def get(self, key: str, timeout_s: float = ANSWER_S, check: Callable[[], None] | None = None) -> bytes:
         """The value under `key`; blocks until somebody has put it, or `check`, called after every event, raises."""
         return self._ask(Get(key=key), timeout_s, f"somebody to put {key!r}", check=check).value
 
-    def peek(self, key: str) -> bytes | None:
+    def get_nowait(self, key: str) -> bytes | None:
         """The value under `key` if there is one now."""
         try:
             return self._ask(Get(key=key, wait=False), ANSWER_S, f"the coordinator's answer about {key!r}").value
@@ -142,27 +142,27 @@ class CoordinatorLine(abc.ABC):
         """The newest epoch that a worker has taken samples of; None before the first."""
         return max((int(view["epoch"]) for view in self.views()), default=None)
 
-    def tell(self, topic: str, body: bytes, to: tuple[int, ...] = ()) -> None:
+    def send(self, topic: str, body: bytes, to: tuple[int, ...] = ()) -> None:
         """A word to the ranks in `to` (all others if empty)."""
-        self._send(Tell(topic=topic, body=body, to=to))
+        self._transmit(Send(topic=topic, body=body, to=to))
 
     def report(self, body: bytes) -> None:
         """For whoever watches the run; nobody waits for it to arrive."""
-        self._send(Report(body=body))
+        self._transmit(Report(body=body))
 
     def stop(self, reason: str) -> None:
         """Asks everybody to stop; each member hears it as an event, this one too."""
-        self._send(Stop(reason=reason))
+        self._transmit(Stop(reason=reason))
 
     def fail(self, reason: str) -> None:
         """Says why this member is about to die, so that the others hear the cause and not only the silence."""
-        self._send(Fail(reason=reason))
+        self._transmit(Fail(reason=reason))
 
     def leave(self, timeout_s: float = 2.0) -> None:
         """This member is done."""
         self._ask(Leave(), timeout_s, "the coordinator's goodbye")
 
-    def listen(self, handler: Handler) -> None:
+    def subscribe(self, handler: Handler) -> None:
         """From now on events go to `handler` too; the first one also hears what came before it listened."""
         while True:
             with self._hearing:
@@ -179,7 +179,7 @@ class CoordinatorLine(abc.ABC):
         if self._broken is not None and self.hosted_by is not None:
             raise self._lost(self._broken)
 
-    def hear(self, event: CoordinatorEvent) -> None:
+    def inject(self, event: CoordinatorEvent) -> None:
         """As if the coordinator had told it: for what is known without it."""
         self._receive(event)
 
@@ -189,7 +189,7 @@ class CoordinatorLine(abc.ABC):
     # -- for the implementations -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _send(self, request: AnyRequest) -> None:
+    def _transmit(self, request: AnyRequest) -> None:
         """Puts the request on its way; HoraError if the line is broken."""
 
     def _ask(
@@ -208,7 +208,7 @@ class CoordinatorLine(abc.ABC):
             self._next_id += 1
             self._answers[request.id] = None
         try:
-            self._send(request)
+            self._transmit(request)
             while True:
                 waited = time.monotonic() - started
                 with self._news:
@@ -240,7 +240,7 @@ class CoordinatorLine(abc.ABC):
         if host is None:
             return HoraError(f"the line to the coordinator broke: {reason}")
         words = f"lost {host}, in whose process the coordinator was: {self._broken or reason}"
-        return PeerLost(words, (host.rank,), echo=True)
+        return PeerLost(words, (host.rank,), secondary=True)
 
     def _receive(self, answer: CoordinatorReply | CoordinatorEvent) -> None:
         if isinstance(answer, CoordinatorReply):

@@ -7,16 +7,16 @@ import time
 
 import pytest
 
-from hora.coordinator import LocalHub, Member
+from hora.coordinator import InProcessCoordinator, Member
 from hora.errors import HoraError, Timeout
 
 
 def test_a_join_that_takes_long_names_the_ranks_that_are_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hora.coordinator.control.SLOW_S", 0.2)
-    hub = LocalHub(4)
-    early = [hub.line(), hub.line()]
+    monkeypatch.setattr("hora.coordinator.connection.SLOW_S", 0.2)
+    hub = InProcessCoordinator(4)
+    early = [hub.connect(), hub.connect()]
     errors: list[BaseException] = []
 
     def join(index: int, rank: int) -> None:
@@ -36,15 +36,15 @@ def test_a_join_that_takes_long_names_the_ranks_that_are_missing(
 
 
 def test_a_value_that_nobody_puts_is_named_when_the_wait_ends() -> None:
-    line = LocalHub(1).line()
+    line = InProcessCoordinator(1).connect()
     line.join(Member("worker", 0, "here", 1))
     with pytest.raises(Timeout, match="somebody to put 'the moon'"):
         line.get("the moon", timeout_s=0.2)
 
 
 def test_a_value_put_later_ends_the_wait() -> None:
-    hub = LocalHub(2)
-    lines = [hub.line(), hub.line()]
+    hub = InProcessCoordinator(2)
+    lines = [hub.connect(), hub.connect()]
     threading.Thread(target=lambda: lines[1].join(Member("worker", 1, "here", 2)), daemon=True).start()
     lines[0].join(Member("worker", 0, "here", 1))
     threading.Timer(0.1, lambda: lines[1].put("late", b"yes")).start()
