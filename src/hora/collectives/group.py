@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import math
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,10 +21,11 @@ from ..coordinator import CoordinatorConnection
 from ..errors import HoraError
 from ..transport import RegisteredBuffer, Transfer, Transport
 from ..transport.base import CAME, COLLECTIVES, POINT_TO_POINT
+from ..transport.task_thread import TaskHandle, TaskThread
 from . import auto, engine, halving, moves, ring, shared, star, tree
 from .consistency import CallPlan, ConsistencyChecker, SubgroupChecker
 from .deadlock import DeadlockDetector
-from .handles import CollectiveHandle, NonMember, TransferHandle, changed, deliver, received
+from .handles import NonMember, TransferHandle, changed, received
 from .hierarchy import BETWEEN, Between, HostHierarchy
 from .reduction import Operation, check_dtype, check_tensor, operation_for
 
@@ -99,13 +99,9 @@ class Group:
         self._staging = shared.StagingSlots.open(transport) if transport.shares_memory else None
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
         self._turn = threading.RLock()  # whoever has it makes a call
-        self._outstanding = 0
-        self._counting = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[CollectiveHandle, CallPlan, Any] | None] | None = None
-        self._letters: queue.SimpleQueue[Transfer | None] | None = None
-        self._thread: threading.Thread | None = None
-        self._thread_done = threading.Event()
-        self._unwaited: list[tuple[str, CollectiveHandle]] = []
+        self._failed: list[TaskHandle] = []
+        self._calls = TaskThread("hora-group", on_error=self._failed.append)
+        self._transfers = TaskThread("hora-transfers")
 
     def __repr__(self) -> str:
         return f"<hora.Group rank {self.rank} of {self.size} over {self.transport.kind}, generation {self.generation}>"
@@ -496,36 +492,23 @@ class Group:
             return self._give(plan, argument, wait)
 
     def _give(self, plan: CallPlan, argument: Any, wait: bool) -> Any:
-        if wait and (not self._outstanding or threading.current_thread() is self._thread):
+        if wait and (self._calls.idle or self._calls.is_current):
             with self._turn:
                 return self.perform(plan, argument)
         if isinstance(argument, torch.Tensor) and argument.is_cuda:
             torch.cuda.current_stream(argument.device).synchronize()  # the thread has a stream of its own
-        pending = CollectiveHandle()
-        pending.inference = torch.is_inference_mode_enabled()
-        with self._counting:
-            self._outstanding += 1
-            if self._queue is None:
-                self._queue = queue.SimpleQueue()
-                self._thread = threading.Thread(target=self._work, args=(self._queue,), name="hora-group", daemon=True)
-                self._thread.start()
-            self._queue.put((pending, plan, argument))
-        return pending.wait() if wait else pending
+        inference = torch.is_inference_mode_enabled()
+        handle = self._calls.submit(lambda: self._perform_beside(plan, argument, inference), plan.text)
+        return handle.wait() if wait else handle
 
-    def _work(self, jobs: queue.SimpleQueue[tuple[CollectiveHandle, CallPlan, Any] | None]) -> None:
-        while (job := jobs.get()) is not None:
-            pending, plan, argument = job
-            with self._turn:
-                self.transport.background = True
-                with torch.inference_mode(pending.inference):
-                    pending._run(functools.partial(self.perform, plan, argument))
+    def _perform_beside(self, plan: CallPlan, argument: Any, inference: bool) -> Any:
+        """On the group's thread, while the caller computes."""
+        with self._turn, torch.inference_mode(inference):
+            self.transport.background = True
+            try:
+                return self.perform(plan, argument)
+            finally:
                 self.transport.background = False
-                with self._counting:
-                    self._outstanding -= 1
-            if pending.unseen is not None:
-                self._unwaited.append((plan.text, pending))
-            del job, pending, plan, argument  # tensors must not stay until the next call
-        self._thread_done.set()
 
     def _in_place(
         self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None], result: bool = True
@@ -574,10 +557,7 @@ class Group:
         if wait:
             return transit.wait()
         if not handle.done:  # it goes on while its rank does something else, a collective perhaps
-            if self._letters is None:
-                self._letters = queue.SimpleQueue()
-                threading.Thread(target=deliver, args=(self._letters,), name="hora-letters", daemon=True).start()
-            self._letters.put(handle)
+            self._transfers.submit(handle.wait)
         return transit
 
     def _check_root(self, root: int) -> None:
@@ -590,14 +570,11 @@ class Group:
 
     def close(self) -> None:
         """Gives everything back: the group makes no calls any more. Every rank closes for itself."""
-        if self._queue is not None:
-            self._queue.put(None)
-            self._thread_done.wait(CLOSE_S)
-        if self._letters is not None:
-            self._letters.put(None)
-        for text, pending in self._unwaited:
-            if pending.unseen is not None:
-                log.error("%s failed, and its handle was never waited for: %s", text, pending.unseen)
+        self._calls.close(CLOSE_S)
+        self._transfers.close()
+        for handle in self._failed:
+            if not handle.waited_for:
+                log.error("%s failed, and its handle was never waited for: %s", handle.name, handle.error)
         if self._hierarchy is not None:
             self._hierarchy.close()
         for transport in (self.transport, *self._engines.values()):

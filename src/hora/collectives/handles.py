@@ -1,11 +1,7 @@
-"""What calls hand out besides tensors: handles of work under way, and what stands for a group one is not in."""
+"""What a Group returns besides tensors: the handle of a point-to-point transfer, and the group one is not in."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,45 +9,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..transport import Transfer
-
-
-class CollectiveHandle:
-    """A call under way on the group's thread. `wait()` returns its result or raises what went wrong."""
-
-    def __init__(self) -> None:
-        self._finished = threading.Event()
-        self._seen = False
-        self.inference = False
-        self.seconds = 0.0  # how long the work took, once it is done,
-        self.ended = 0.0  # and when that was, as time.perf_counter counts
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-    @property
-    def done(self) -> bool:
-        return self._finished.is_set()
-
-    def wait(self) -> Any:
-        self._finished.wait()
-        self._seen = True
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    @property
-    def unseen(self) -> BaseException | None:
-        """What went wrong, if nobody has waited for it."""
-        return None if self._seen else self._error
-
-    def _run(self, work: Callable[[], Any]) -> None:
-        begin = time.perf_counter()
-        try:
-            self._result = work()
-        except BaseException as error:
-            self._error = error
-        self.ended = time.perf_counter()
-        self.seconds = self.ended - begin
-        self._finished.set()
 
 
 class TransferHandle:
@@ -103,9 +60,3 @@ def changed(tensor: torch.Tensor) -> None:
     """Bytes that arrive go past torch, and autograd must know that values changed."""
     if not tensor.is_inference():
         increment_version(tensor)
-
-
-def deliver(letters: queue.SimpleQueue[Transfer | None]) -> None:
-    while (handle := letters.get()) is not None:
-        with contextlib.suppress(Exception):  # whoever waits for it is told
-            handle.wait()

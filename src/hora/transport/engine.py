@@ -9,18 +9,15 @@ to raise; after an abort the engine is never used again.
 from __future__ import annotations
 
 import abc
-import concurrent.futures
 import contextlib
 import datetime
 import functools
 import logging
 import os
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -30,6 +27,7 @@ from ..errors import HoraError
 from ..net import interface
 from ..net.tensor_bytes import tensor_bytes
 from .base import SLICE_S, BoundedWait, GroupSpec, Land, Transfer, Transport
+from .task_thread import TaskHandle, TaskThread
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +217,7 @@ class TorchBackend(EngineBackend):
             options._threads = 2
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind)]
             self._group = dist.ProcessGroupGloo(prefixed, circle.rank, circle.size, options)
-        self._crew = EngineThreads()
+        self._threads = EngineThreads()
         self._peer = (circle.rank + 1) % circle.size
 
     def _watch(self, start: Callable[[], Any], wait: Callable[[Any], None] | None = None) -> EngineWork:
@@ -227,10 +225,8 @@ class TorchBackend(EngineBackend):
         try:
             work = start()
         except RuntimeError as problem:  # a link that is known to be broken refuses at once
-            failed: Future[Any] = Future()
-            failed.set_exception(problem)
-            return _Threaded(failed)
-        return _Threaded(self._crew.submit(work.wait if wait is None else lambda: wait(work)))
+            return _Threaded(self._threads.submit(functools.partial(_raise, problem)))
+        return _Threaded(self._threads.submit(work.wait if wait is None else lambda: wait(work)))
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> EngineWork:
         if self.name == "gloo" and tensor.dtype is torch.bool:
@@ -264,9 +260,9 @@ class TorchBackend(EngineBackend):
                 nothing.wait(datetime.timedelta(milliseconds=1))
 
     def close(self) -> None:
-        if not self._crew.idle():
+        if not self._threads.idle:
             self.abort()
-        self._crew.close(CLOSE_S)
+        self._threads.close(CLOSE_S)
         with contextlib.suppress(Exception):
             self._group.shutdown()
 
@@ -296,84 +292,49 @@ def name_interface(bind: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found}")
 
 
-Jobs = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-
-
 class EngineThreads:
-    """Threads that wait for the engine. Daemons, since one may wait without end; as many as wait at the same time."""
+    """As many threads as wait for the engine at the same time. One may wait without end, so they are daemons."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._resting: list[Jobs] = []
-        self._pending: set[Future[Any]] = set()
-        self._threads: list[threading.Thread] = []
-        self._closed = False
+        self._threads: list[TaskThread] = []
 
-    def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
+    def submit(self, work: Callable[[], Any]) -> TaskHandle:
         with self._lock:
-            self._pending.add(future)
-            jobs = self._resting.pop() if self._resting else None
-        if jobs is None:
-            jobs = queue.SimpleQueue()
-            thread = threading.Thread(target=self._serve, args=(jobs,), name="hora-engine", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        jobs.put((future, work))
-        return future
+            thread = next((thread for thread in self._threads if thread.idle), None)
+            if thread is None:
+                thread = TaskThread("hora-engine")
+                self._threads.append(thread)
+            return thread.submit(work)
 
-    def _serve(self, jobs: Jobs) -> None:
-        while (job := jobs.get()) is not None:
-            self._do(jobs, *job)
-            del job  # a thread that rests must not hold the engine
-
-    def _do(self, jobs: Jobs, future: Future[Any], work: Callable[[], Any]) -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as problem:
-            error = problem
-        with self._lock:
-            self._pending.discard(future)
-            if self._closed:
-                jobs.put(None)
-            else:
-                self._resting.append(jobs)
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def close(self, seconds: float = 0.0) -> None:
-        """Ends the threads. One that is still inside the engine, or lets go of its work, when Python ends would abort
-        the process."""
-        with self._lock:
-            self._closed = True
-            resting, self._resting = self._resting, []
-        for jobs in resting:
-            jobs.put(None)
-        end = time.monotonic() + seconds
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Ends the threads. One that is still inside the engine when Python exits would abort the process."""
+        end = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.close()
+        for thread in self._threads:
+            thread.close(max(0.0, end - time.monotonic()))
 
+    @property
     def idle(self) -> bool:
-        return not self._pending
+        return all(thread.idle for thread in self._threads)
 
 
 class _Threaded(EngineWork):
-    def __init__(self, future: concurrent.futures.Future[Any]) -> None:
-        self._future = future
+    def __init__(self, handle: TaskHandle) -> None:
+        self._handle = handle
 
     def test(self) -> bool:
-        if not self._future.done():
-            return False
-        error = self._future.exception()
-        if error is not None:
-            raise EngineFailed(f"the engine says: {error}") from None
-        return True
+        if self._handle.done and self._handle.error is not None:
+            raise EngineFailed(f"the engine says: {self._handle.error}") from None
+        return self._handle.done
 
     def rest(self, seconds: float) -> None:
-        concurrent.futures.wait([self._future], seconds)
+        self._handle.wait_done(seconds)
+
+
+def _raise(problem: Exception) -> None:
+    raise problem
 
 
 # -- MPI ---------------------------------------------------------------------------------------------------------------
@@ -435,10 +396,14 @@ def open_engine(
         return EngineTransport(circle, MpiBackend(circle))
     if circle.rank == 0:
         log.warning("the engine's links (%s) are not authenticated: keep them inside a trusted network", name)
-    crew = EngineThreads()
-    opening = crew.submit(lambda: TorchBackend(circle, control, name, bind))
-    crew.close()  # this is all it does
-    while not opening.done():
+    return EngineTransport(circle, run_checked(lambda: TorchBackend(circle, control, name, bind), check))
+
+
+def run_checked(work: Callable[[], Any], check: Callable[[], None]) -> Any:
+    """The result of `work`, which may block without end, on a thread of its own while this one calls `check`."""
+    thread = TaskThread("hora-engine")
+    opening = thread.submit(work)
+    thread.close()
+    while not opening.wait_done(SLICE_S):
         check()
-        concurrent.futures.wait([opening], SLICE_S)
-    return EngineTransport(circle, opening.result())
+    return opening.wait()

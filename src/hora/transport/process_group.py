@@ -8,7 +8,6 @@ lost, torch's own call raises, or waits until the launcher ends it.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import datetime
 import logging
@@ -22,8 +21,8 @@ import torch
 from ..coordinator import CoordinatorConnection
 from ..errors import Mismatch
 from ..net import interface
-from .base import SLICE_S, GroupSpec
-from .engine import EngineThreads, meet_in_store, name_interface
+from .base import GroupSpec
+from .engine import meet_in_store, name_interface, run_checked
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +66,7 @@ class TorchGroup:
             dist.init_process_group(chosen, store=store, rank=circle.rank, world_size=circle.size, timeout=limit)
 
         hook = sys.excepthook
-        opening = EngineThreads().submit(open_group)
-        while not opening.done():
-            check()
-            concurrent.futures.wait([opening], SLICE_S)
-        opening.result()
+        run_checked(open_group, check)
         sys.excepthook = hook  # torch's, which says the rank again, would swallow the last words of a rank that ends
         assert dist.group.WORLD is not None
         self.group: Any = dist.group.WORLD

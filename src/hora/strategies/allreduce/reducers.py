@@ -11,9 +11,8 @@ import abc
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
-import queue
-import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 
 from ...collectives.group import Group
-from ...collectives.handles import CollectiveHandle
 from ...collectives.mailbox import SharedReduction, VectorLayout
 from ...compression.compressor import Compressor
 from ...compression.exchange import CompressedSum
@@ -30,59 +28,12 @@ from ...compression.powersgd import Matrix
 from ...monitor import spans
 from ...monitor.spans import COMMUNICATION, TRAINING
 from ...parameters.buckets import Bucket
+from ...transport.task_thread import TaskHandle, TaskThread
 from ..common.sync import CommStats
 
 Culprits = list[tuple[int, int]]  # (rank, parameter)
 
 MAX_COPIES = 4  # of buckets that must be copied together: what is under way at a time, whatever the model's size
-
-
-class TaskThread:
-    """A thread that does one thing after the other: `work(item)` for each, and `rest()` whenever there is none left."""
-
-    def __init__(self, work: Callable[[Any], None], rest: Callable[[], None]) -> None:
-        self._work = work
-        self._rest = rest
-        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._num_open = 0
-        self._news = threading.Condition()
-        self._error: BaseException | None = None
-        self._seconds = 0.0
-        threading.Thread(target=self._run, name="hora-errand", daemon=True).start()
-
-    def give(self, item: Any) -> None:
-        with self._news:
-            self._num_open += 1
-        self._items.put(item)
-
-    def wait(self) -> float:
-        """Blocks until all is done, raises what went wrong; the seconds it took since the last time."""
-        with self._news:
-            self._news.wait_for(lambda: not self._num_open)
-            seconds, self._seconds = self._seconds, 0.0
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
-        return seconds
-
-    def close(self) -> None:
-        self._items.put(self)
-
-    def _run(self) -> None:
-        while (item := self._items.get()) is not self:
-            begin = time.perf_counter()
-            try:
-                if self._error is None:
-                    self._work(item)
-                    if self._items.empty():
-                        self._rest()
-            except BaseException as error:
-                self._error = error
-            del item  # its gradients must not stay until the next one comes
-            with self._news:
-                self._seconds += time.perf_counter() - begin
-                self._num_open -= 1
-                self._news.notify_all()
 
 
 class Reducer(abc.ABC):
@@ -156,7 +107,7 @@ class SharedMemoryReducer(Reducer):
         self._mailbox = SharedReduction(group, forms, keep)
         # Buckets for another set of parameters carry another stamp, so ranks that train different ones are told apart.
         self._text = f"the gradients of a backward, in buckets {zlib.crc32(repr(buckets).encode()):08x}"
-        self._errand = TaskThread(self._deliver, self._mailbox.finish) if errand else None
+        self._errand = TaskThread("hora-reducer", on_idle=self._mailbox.finish, stop_on_error=True) if errand else None
         me = group.rank
         self._bytes = [
             bucket.dtype.itemsize * sum(s.stop - s.start for s in bucket.segments if keep or s.owner != me)
@@ -183,10 +134,10 @@ class SharedMemoryReducer(Reducer):
         if spans.on:
             self._times[bucket.number] = [begin]
         if self._errand is not None:
-            self._errand.give((bucket, views, scale))
+            self._errand.submit(functools.partial(self._deliver, bucket, views, scale))
         else:
             with self.group.part():
-                self._deliver((bucket, views, scale))
+                self._deliver(bucket, views, scale)
                 self._mailbox.advance()
             self.traffic.spend(begin)
         if spans.on:
@@ -196,7 +147,7 @@ class SharedMemoryReducer(Reducer):
         begin = time.perf_counter()
         with self.group.part(), self.group.waits:
             if self._errand is not None:
-                self.traffic.comm_s += self._errand.wait()
+                self.traffic.comm_s += self._errand.join()
                 self.group.transport.background = False
             else:
                 self._mailbox.finish()
@@ -225,8 +176,7 @@ class SharedMemoryReducer(Reducer):
         if self._errand is not None:
             self._errand.close()
 
-    def _deliver(self, item: tuple[Bucket, Sequence[torch.Tensor], float]) -> None:
-        bucket, views, scale = item
+    def _deliver(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
         if spans.on and bucket.number in self._times:
             self._times[bucket.number].append(time.perf_counter())
         self._mailbox.post(bucket.number, views, scale)
@@ -248,7 +198,7 @@ class InFlightBucket:
 
     bucket: Bucket
     views: Sequence[torch.Tensor]
-    handle: CollectiveHandle
+    handle: TaskHandle
     launched: float
     copy: torch.Tensor | None
 
@@ -382,7 +332,7 @@ class CollectiveReducer(Reducer):
             with contextlib.suppress(Exception):
                 self._under_way.popleft().handle.wait()
 
-    def _wait(self, handle: CollectiveHandle) -> Any:
+    def _wait(self, handle: TaskHandle) -> Any:
         begin = time.perf_counter()
         blocks = spans.on and not handle.done
         with self.group.waits:

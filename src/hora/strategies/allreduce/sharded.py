@@ -31,13 +31,13 @@ from torch.autograd.graph import increment_version
 from ... import checkpoint
 from ...collectives import objects
 from ...collectives.group import Group
-from ...collectives.handles import CollectiveHandle
 from ...errors import HoraError, OutOfMemory
 from ...monitor import spans
 from ...parameters.buckets import Bucket, plan
 from ...parameters.optimizer_state import cut, put
 from ...parameters.registry import ParameterRegistry
 from ...parameters.shards import CUT_BYTES, ELEMENTWISE, ParameterShard, even_shards, flat_view, flatten, is_dense
+from ...transport.task_thread import TaskHandle
 from ..common.sync import Snapshot
 from .guard import Guard
 from .replicated import ReplicatedSync
@@ -284,7 +284,7 @@ class ShardedSync(ReplicatedSync):
             parameters, limit = self.roster.parameters, self.strategy.bucket_bytes
             self._rounds[key] = plan(indices, parameters, self._lanes(), limit, self._group.size)
         me = self._group.rank
-        under_way: collections.deque[tuple[Bucket, CollectiveHandle]] = collections.deque()
+        under_way: collections.deque[tuple[Bucket, TaskHandle]] = collections.deque()
         try:
             for bucket in self._rounds[key]:
                 pieces = [flat_view(self.roster.parameters[s.index])[s.start : s.stop]
@@ -301,7 +301,7 @@ class ShardedSync(ReplicatedSync):
                     parts.wait()
             raise
 
-    def _spread(self, bucket: Bucket, parts: CollectiveHandle) -> None:
+    def _spread(self, bucket: Bucket, parts: TaskHandle) -> None:
         """What came of the others' shares goes into the parameters."""
         found = parts.wait()
         for segment in bucket.segments:

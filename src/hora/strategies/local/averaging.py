@@ -16,6 +16,7 @@ on a thread of its own, while the next steps are taken.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 import zlib
@@ -31,7 +32,7 @@ from ...monitor import spans
 from ...parameters.optimizer_state import OptimizerStates, collect, load
 from ...parameters.registry import ParameterRegistry
 from ...server.embedding import tables_of
-from ..allreduce.reducers import TaskThread
+from ...transport.task_thread import TaskThread
 from ..common import compression, nonfinite
 from ..common.local_gradients import LocalGradients
 from ..common.sync import Snapshot, StepOutcome, ended_inside
@@ -111,7 +112,7 @@ class LocalSync(LocalGradients):
         self._meetings = RoundExecutor(self.roster, self._bulk, self.strategy, self._make_mean(), self.traffic)
         self._mean, self._extras = self._meetings.mean, self._meetings.extras
         if self._overlap:
-            self._errand = TaskThread(self._meet, lambda: None)
+            self._errand = TaskThread("hora-averaging", stop_on_error=True)
         self._backward.hook()
         self._recut(anew=True)
         self._interval = self._plan([])
@@ -259,7 +260,7 @@ class LocalSync(LocalGradients):
         if self._errand is not None:
             self._underway = meeting
             self._group.transport.background = True
-            self._errand.give(meeting)
+            self._errand.submit(functools.partial(self._meet, meeting))
             self._pass([self._next])
         else:
             self._meet(meeting)
@@ -362,7 +363,7 @@ class LocalSync(LocalGradients):
         assert self._errand is not None and self._underway is not None
         begin = time.perf_counter()
         with self._group.waits:
-            self._errand.wait()
+            self._errand.join()
         waited_s = time.perf_counter() - begin
         self._group.transport.background = False
         if spans.on:
