@@ -108,7 +108,7 @@ def test_nothing_is_said_where_script_and_command_line_agree(
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        ("rong", "unknown strategy 'rong'; there are: auto, diloco, engine"),
+        ("rong", r"unknown strategy 'rong'; did you mean 'ring'\? there are: auto, diloco, engine"),
         ("ring:speed=9", "strategy 'ring' has no option 'speed'; its options are: update, overlap, bucket_bytes"),
         ("engine:backend=smoke", "there are: auto, gloo, nccl, mpi"),
         ("auto:deterministic=maybe", "takes true or false, not 'maybe'"),

@@ -24,7 +24,8 @@ def test_every_known_strategy_parses_by_its_name_and_is_public() -> None:
     [
         (
             "rnig",
-            "unknown strategy 'rnig'; there are: auto, diloco, engine, halving, local, ps, ring, shared, star, tree",
+            "unknown strategy 'rnig'; did you mean 'ring'? there are: auto, diloco, engine, halving, local, ps, ring, "
+            "shared, star, tree",
         ),
         ("", "unknown strategy ''"),
         ("ring:chunks=3", "strategy 'ring' has no option 'chunks'; its options are: update, overlap"),

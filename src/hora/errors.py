@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class HoraError(RuntimeError):
     """The root of what a run can raise."""
@@ -33,3 +36,9 @@ class Unauthorized(HoraError):
 
 class OutOfMemory(HoraError, MemoryError):
     """Registered memory was refused: the cgroup's limit or the host's free memory is too small for it."""
+
+
+def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """A hint for an error message, `did you mean 'ring'? ` with a space at its end; empty if no choice is close."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
+    return f"did you mean {close[0]!r}? " if close else ""

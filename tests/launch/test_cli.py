@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import click
 import pytest
 
 from hora.cli import main, options
+from hora.cli.run import make_config
+from hora.launch.config import RunConfig
 from hora.runs import exit_codes
 from launching import SCRIPTS, Launcher
 
@@ -31,16 +34,16 @@ RUN = ["run", "-n", "2"]
         ([*RUN, "-m", "pack"], "module 'pack' is a package without __main__"),
         (
             [*RUN, "--strateg", "ring", "hello.py"],
-            "hora run: no such option --strateg; did you mean --strategy? there are: -n",
+            "hora run: no such option --strateg; did you mean '--strategy'? there are: -n",
         ),
         (
             [*RUN, "--strategy", "rong", "hello.py"],
-            "hora run: unknown strategy 'rong'; there are: auto, diloco, engine",
+            "hora run: unknown strategy 'rong'; did you mean 'ring'? there are: auto, diloco, engine",
         ),
         ([*RUN, "--strategy", "ring:x=1", "hello.py"], "strategy 'ring' has no option 'x'"),
         ([*RUN, "--strategy", "ring", "--servers", "2", "hello.py"], "--servers 2: strategy 'ring' uses none"),
         ([*RUN, "--servers", "2", "hello.py"], "--servers 2: no --strategy was given"),
-        ([*RUN, "--name", "../up", "hello.py"], "--name '../up' will not do"),
+        ([*RUN, "--name", "../up", "hello.py"], "--name '../up' is not a valid name"),
         ([*RUN, "--timeout-s", "0", "hello.py"], "--timeout-s takes a number of seconds above 0, not 0"),
         ([*RUN, "--timeout-s", "nan", "hello.py"], "--timeout-s takes a number of seconds above 0, not nan"),
         ([*RUN, "--color", "red", "hello.py"], "--color: 'red' is not one of 'auto', 'always', 'never'"),
@@ -55,7 +58,9 @@ RUN = ["run", "-n", "2"]
             "hora bench allreduce: --sizes takes sizes as 4K,64K,1M, not '7Q'",
         ),
         (["bench", "nothing"], "hora bench: no such command 'nothing'; there are: start, allreduce"),
-        (["runn"], "hora: no such command 'runn'; there are: run, serve, explain, bench"),
+        (["benhc"], "hora: no such command 'benhc'; did you mean 'bench'? there are: run, serve"),
+        (["bench", "alreduce"], "hora bench: no such command 'alreduce'; did you mean 'allreduce'? there are: start"),
+        (["runn"], "hora: no such command 'runn'; did you mean 'run'? there are: run, serve, explain, bench"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(
@@ -80,11 +85,27 @@ def test_help_explains_every_option_with_an_example() -> None:
     while pending:
         command = pending.pop()
         if isinstance(command, click.Group):
-            pending += command.commands.values()
+            ctx = click.Context(command)
+            pending += [found for name in command.list_commands(ctx) if (found := command.get_command(ctx, name))]
         assert command.help
         for option in command.params:
             if isinstance(option, click.Option):
                 assert "e.g. " in (option.help or "").lower(), f"{command.name} {option.name}"
+
+
+def test_help_of_run_groups_the_options_of_run_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["run", "--help"]) == exit_codes.OK
+    said = capsys.readouterr().out
+    headings = [line for line in said.splitlines() if line and not line[0].isspace()][1:]
+    assert headings == ["Processes:", "Strategy:", "Hosts:", "Serving:", "Output and records:", "Other:"]
+    for field in dataclasses.fields(RunConfig):
+        if field.name != "command":
+            assert (field.metadata["option"].flag or f"--{field.name.replace('_', '-')}") in said
+
+
+def test_options_that_were_not_given_have_the_defaults_of_run_config() -> None:
+    script = str(SCRIPTS / "hello.py")
+    assert make_config((script,), {}) == RunConfig(command=(script,))
 
 
 def test_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from hora.cli import runs
+from hora.cli import compare
 from hora.cli.compare import Comparison, picture, smooth
 from hora.coordinator.messages import Member
 from hora.monitor.messages import MetricsRow, WorkerReport
@@ -69,7 +69,7 @@ def sketch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(runs.compare, arguments)
+    return CliRunner().invoke(compare.compare, arguments)
 
 
 def test_a_table_and_a_picture_in_the_current_directory(make: Make) -> None:
@@ -118,7 +118,7 @@ def test_what_only_some_have_logged_is_said(make: Make, sketch: None) -> None:
     make("a", "loss", "accuracy")
     make("b", "loss")
     done = invoke("a", "b")
-    assert "logged by some only: accuracy (a)" in done.output
+    assert "logged by some runs only: accuracy (a)" in done.output
     done = invoke("a", "b", "--value", "accuracy", "--png", "x.png")
     assert "b has not logged accuracy; it has logged: loss" in done.output
     assert done.exit_code == 0 and Path("x.png").read_bytes().startswith(PNG)
@@ -146,16 +146,16 @@ def test_a_run_without_a_memory_is_in_the_table_and_said(make: Make, sketch: Non
     path = make("old")
     done = invoke("a", "old")
     assert done.exit_code == 0 and done.output.splitlines()[2].startswith("old  ended well")
-    assert f"old has no memory of its curves: {path}" in done.output
+    assert f"old has no run database, so no curves: {path}" in done.output
     done = invoke("old", make("older"))
-    assert "none of these runs has logged anything" in done.output and not Path("compare-old-older.png").exists()
+    assert "none of these runs has logged a value" in done.output and not Path("compare-old-older.png").exists()
 
 
 def test_one_run_is_not_enough_and_a_mistyped_one_is_told(make: Make) -> None:
     make("mnist-3", "loss")
     for names in ((), ("mnist-3",), ("mnist-3", "mnist-3")):
         done = invoke(*names)
-        assert done.exit_code == 2 and "two different runs at least" in done.output
+        assert done.exit_code == 2 and "at least two different runs" in done.output
     assert "did you mean 'mnist-3'?" in invoke("mnist-3", "mnist3").output
 
 

@@ -247,7 +247,7 @@ def test_show_tells_how_a_run_ended(launcher: Launcher) -> None:
     done = launcher.run("show", "bad")
     assert re.search(r"^state +failed with exit code 1 after [\d.]+ s$", done.stdout, re.MULTILINE)
     assert re.search(r"^cause +rank 1 \(host .*\) failed with exit code 1$", done.stdout, re.MULTILINE)
-    assert re.search(r"^strategy +as the script says$", done.stdout, re.MULTILINE)
+    assert re.search(r"^strategy +chosen by the script$", done.stdout, re.MULTILINE)
     unknown = launcher.run("show", "nothing")
     assert unknown.returncode == exit_codes.USAGE
     assert unknown.stderr == "hora show: there is no run 'nothing'; no run is live\n"

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hora.terminal.footer import fitting, num_cells
+from hora.terminal.footer import fitting
+from hora.terminal.format import num_cells
 from hora.terminal.screen import HIDDEN_S, IDLE_S, PANEL_S, RankStream, Screen
 from hora.terminal.tracebacks import TracebackAction
 

@@ -126,15 +126,18 @@ def test_a_default_number_of_servers_is_explained_in_one_line_and_recorded(launc
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--strategy", "ring", "--servers", "2"], "hora run: --servers 2: strategy 'ring' uses none; with servers"),
+        (
+            ["--strategy", "ring", "--servers", "2"],
+            "hora run: --servers 2: strategy 'ring' uses none; strategies with",
+        ),
         (["--strategy", "ring", "--servers", "colocated"], "--servers colocated: strategy 'ring' uses none"),
         ([*PS, "--servers", "0"], "hora run: --servers takes a whole number of at least 1, or colocated, not '0'"),
         ([*PS, "--servers", "-1"], "--servers takes a whole number of at least 1, or colocated, not '-1'"),
         ([*PS, "--servers", "x"], "--servers takes a whole number of at least 1, or colocated, not 'x'; e.g."),
-        ([*PS, "-n", "1000", "--servers", "25"], "-n 1000 and --servers 25 are 1025 processes; a run has 1024 at most"),
+        ([*PS, "-n", "1000", "--servers", "25"], "-n 1000 and --servers 25 are 1025 processes; the limit is 1024"),
         ([*PS, "-n", "1024"], "-n 1024 and --servers 1 are 1025 processes"),
-        ([*PS, "--join", "x"], "--strategy with --join x: the run's own counts; leave it out"),
-        (["--servers", "2", "--join", "x"], "--servers with --join x: the run's own counts"),
+        ([*PS, "--join", "x"], "--strategy with --join x: the run has its own; leave it out"),
+        (["--servers", "2", "--join", "x"], "--servers with --join x: the run has its own"),
     ],
 )
 def test_a_wrong_number_of_servers_is_one_line_and_exit_code_2(

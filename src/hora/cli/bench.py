@@ -11,24 +11,21 @@ from .options import PositiveInt
 class BenchGroup(click.Group):
     """The package's own commands, then those of hora_benchmarks."""
 
-    def _more(self) -> dict[str, click.Command]:
+    def _plugins(self) -> dict[str, click.Command]:
         found = plugins.command("bench")
         return dict(found.commands) if isinstance(found, click.Group) else {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.commands, *self._more()]
+        return [*self.commands, *self._plugins()]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        found = self.commands.get(name)
-        if found is None:
-            more = self._more()
-            if not more and not ctx.resilient_parsing:
-                raise plugins.missing(f"hora bench {name}")
-            found = more.get(name)
-        return found
+        if name in self.commands:
+            return self.commands[name]
+        more = self._plugins()
+        return more.get(name) or (plugins.unknown(ctx, name) if more else plugins.not_installed(ctx, name))
 
 
-@click.group(cls=BenchGroup, no_args_is_help=False, invoke_without_command=True)
+@click.group(cls=BenchGroup, invoke_without_command=True)
 @click.pass_context
 def bench(ctx: click.Context) -> None:
     """Measure Hora against its peers on this machine.
@@ -50,15 +47,11 @@ def bench(ctx: click.Context) -> None:
 
 
 @bench.command()
-@click.option(
-    "--ranks", default="2,8,32", metavar="LIST", help="Numbers of ranks, e.g. --ranks 2,8. Without it: 2,8,32."
-)
-@click.option("--repeats", type=PositiveInt(), default=5, help="Measurements of each, e.g. --repeats 9. Without it: 5.")
-@click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
-)
+@click.option("--ranks", default="2,8,32", metavar="LIST", help="Numbers of ranks. E.g. --ranks 2,8. Default: 2,8,32.")
+@click.option("--repeats", type=PositiveInt(), default=5, help="Repeats of each. E.g. --repeats 9. Default: 5.")
+@click.option("--json", "json_path", metavar="FILE", help="Also write results as JSON lines. E.g. --json out.jsonl.")
 def start(ranks: str, repeats: int, json_path: str | None) -> int:
-    """How long ranks take to start and end, against python on the same file and torchrun; and their memory.
+    """Time to start and end ranks, against python and torchrun; and their memory.
 
     \b
       hora bench start --ranks 2,8

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from ..launch.launched import ending_on_signals, launched
 from ..launch.peak_memory import peak_bytes
 from ..net.machine import num_cores
@@ -75,6 +77,16 @@ def main(epochs: int = EPOCHS) -> int:
         print(f"hora demo: {failure}", file=sys.stderr, flush=True)
     print("Next: hora run -n 2 examples/gpt.py · hora explain ring · hora bench train -n 2 (against DDP)", flush=True)
     return 1 if failures else 0
+
+
+@click.command()
+def demo() -> int:
+    """Train handwritten digits under every strategy, and compare.
+
+    \b
+      hora demo
+    """
+    return main()
 
 
 @contextlib.contextmanager

@@ -1,10 +1,34 @@
-"""Options: what the commands' values may look like, and what is said of those that do not."""
+"""Click helpers of all commands: value types, and a command whose help lists its options under headings."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import click
+
+
+class GroupedOption(click.Option):
+    """An option that `hora COMMAND --help` lists under the heading `group`."""
+
+    def __init__(self, flags: list[str], *, group: str, **more: Any) -> None:
+        super().__init__(flags, **more)
+        self.group = group
+
+
+class GroupedCommand(click.Command):
+    """A command that ends at its first argument (the rest belongs to the script) and groups its options."""
+
+    allow_interspersed_args = False
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
+                groups.setdefault(getattr(param, "group", "Other"), []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 class PositiveInt(click.ParamType):
@@ -13,42 +37,23 @@ class PositiveInt(click.ParamType):
     name = "N"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            number = int(str(value))
-        except ValueError:
-            number = 0
-        if number < 1:
+        text = str(value).strip()
+        if not text.isdecimal() or int(text) < 1:
             flag = param.opts[0] if param else "it"
             self.fail(f"{flag} takes a whole number of at least 1, not {str(value)!r}; e.g. {flag} 4", param, ctx)
-        return number
+        return int(text)
 
 
-class ServersOption(click.ParamType):
-    """A whole number, or `colocated`; what else is wrong with it, RunConfig says."""
+class IntOrText(click.ParamType):
+    """A whole number, or a word; RunConfig checks which."""
 
-    name = "S"
+    name = "N"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         try:
             return int(str(value))
         except ValueError:
             return str(value)
-
-
-class DashboardOption(click.ParamType):
-    """A port, or `off`."""
-
-    name = "PORT"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        text = str(value)
-        if text == "off":
-            return text
-        if not text.isdecimal() or int(text) > 65535:
-            self.fail(
-                f"--dashboard takes a port from 0 to 65535, or off, not {text!r}; e.g. --dashboard 8320", param, ctx
-            )
-        return int(text)
 
 
 class ByteSizes(click.ParamType):

@@ -1,6 +1,6 @@
 """Commands of other distributions, found through the entry-point group `hora.commands`.
 
-`hora claims` and every `hora bench` but `start` are such commands: they come with the repository's benchmarks folder.
+`hora claims` and every `hora bench` but `start` are such commands. They come with the repository's benchmarks folder.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import pathlib
 import sys
 
 import click
+
+from ..errors import did_you_mean
 
 GROUP = "hora.commands"
 BENCHMARKS = {"bench": "hora_benchmarks.bench.cli", "claims": "hora_benchmarks.claims.cli"}
@@ -28,14 +30,28 @@ def command(name: str) -> click.Command | None:
     return None
 
 
-def missing(what: str) -> click.UsageError:
-    return click.UsageError(
-        f"{what} is not installed: it comes with Hora's repository; there, run pip install ./benchmarks"
-    )
+def not_installed(ctx: click.Context, name: str) -> click.Command | None:
+    """Raises the usage error of a command that needs hora_benchmarks; shell completion gets None."""
+    if not ctx.resilient_parsing:
+        raise click.UsageError(
+            f"{ctx.command_path} {name} needs the package hora-benchmarks, which is not installed: in a checkout of "
+            "Hora's repository run pip install ./benchmarks"
+        )
+    return None
+
+
+def unknown(ctx: click.Context, name: str) -> click.Command | None:
+    """Raises the usage error of an unknown command, with what exists; options and shell completion get None."""
+    if not ctx.resilient_parsing and not name.startswith("-"):
+        assert isinstance(ctx.command, click.Group)
+        names = ctx.command.list_commands(ctx)
+        hint = did_you_mean(name, names)
+        raise click.UsageError(f"no such command {name!r}; {hint}there are: {', '.join(names)}", ctx)
+    return None
 
 
 def _add_checkout() -> bool:
-    """Whether Hora runs from a checkout; then its benchmarks can be imported, by ranks too."""
+    """Makes the benchmarks of the checkout that Hora runs from importable, also by ranks; False outside a checkout."""
     folder = pathlib.Path(__file__).resolve().parents[3] / "benchmarks"
     if not (folder / "hora_benchmarks").is_dir():
         return False

@@ -1,136 +1,82 @@
-"""Past: the commands that look at runs, live ones included: `hora runs`, `hora show`, `hora compare`."""
+"""`hora runs`: a table of all runs, live and ended."""
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
-import re
+from collections.abc import Sequence
 
 import click
 
-from ..runs import exit_codes
+from ..runs import exit_codes, run_directory
+from ..runs.digest import RunDigest, digest
+from ..terminal.format import duration, harmless, number, rate, table
 from .options import PositiveInt
 
 SHOWN = 20
+_BAD = ("failed", "rank killed", "broken off")
 
 
 @click.command()
+@click.option("-n", "most", type=PositiveInt(), default=SHOWN, help=f"Show at most N. E.g. -n 5. Default: {SHOWN}.")
+@click.option("--all", "everything", is_flag=True, help="Show all runs. E.g. hora runs --all.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON. E.g. hora runs --json.")
 @click.option(
-    "-n", "most", type=PositiveInt(), default=SHOWN, help=f"How many at most, e.g. -n 5. Without it: {SHOWN}."
-)
-@click.option("--all", "everything", is_flag=True, help="All of them, e.g. hora runs --all.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON, for other programs, e.g. hora runs --json.")
-@click.option(
-    "--run-dir",
-    "directories",
-    multiple=True,
-    metavar="DIR",
-    help="A run that was started with --run-dir, too; may be given again, e.g. --run-dir runs/mnist-3.",
-)
+    "--run-dir", "directories", multiple=True, metavar="DIR",
+    help="Include a run that was started with --run-dir; repeatable. E.g. --run-dir runs/mnist-3.",
+)  # fmt: skip
 def runs(most: int, everything: bool, as_json: bool, directories: tuple[str, ...]) -> int:
-    """List runs, the newest first; those that are going on are marked.
+    """List runs, newest first; live ones are marked.
 
     \b
       hora runs
       hora runs -n 5
     """
-    from ..runs import run_directory
-    from ..runs.digest import digest
-    from .listing import listing
-
     found = run_directory.all_runs(directories)
     shown = [digest(each) for each in itertools.islice(found, None if everything else most)]
     if as_json:
         click.echo(json.dumps([each.as_json() for each in shown], indent=2))
-        return exit_codes.OK
-    if not shown:
-        click.echo(f"no runs in {run_directory.home()}; the first one: hora run -n 2 train.py")
-        return exit_codes.OK
-    click.echo(listing(shown))
-    hidden = sum(1 for _ in found)
-    if hidden:
-        click.echo(f"… {hidden} more: hora runs --all")
+    elif not shown:
+        click.echo(f"no runs in {run_directory.home()}; start the first one: hora run -n 2 train.py")
+    else:
+        click.echo(listing(shown))
+        if hidden := sum(1 for _ in found):
+            click.echo(f"… {hidden} more: hora runs --all")
     return exit_codes.OK
 
 
-@click.command()
-@click.argument("name", metavar="RUN")
-@click.option(
-    "--data",
-    is_flag=True,
-    help="Which samples are done, lent out or still to do, and who holds which, e.g. hora show mnist-3 --data.",
-)
-@click.option("--json", "as_json", is_flag=True, help="As JSON, for other programs, e.g. hora show mnist-3 --json.")
-@click.option(
-    "--run-dir",
-    metavar="DIR",
-    help="Where the run's record is, if it was started with --run-dir, e.g. --run-dir runs/mnist-3.",
-)
-@click.pass_context
-def show(ctx: click.Context, name: str, data: bool, as_json: bool, run_dir: str | None) -> int:
-    """Print what is known of a run, while it lives or after its end. RUN is its name, or the path of its directory.
+def listing(runs: Sequence[RunDigest]) -> str:
+    """One line per run, coloured by state; unknown values are left empty."""
+    rows = [
+        [
+            f"{'●' if run.live else ' '} {harmless(run.name, 64)}",
+            local_time(run.started),
+            *digest_cells(run),
+            number(run.values["loss"]) if "loss" in run.values else "",
+            rate(run.samples_per_s) if run.samples_per_s else "",
+            duration(run.seconds) if run.seconds is not None else "",
+        ]
+        for run in runs
+    ]
+    heads = ["  run", "started", "state", "strategy", "workers", "steps", "loss", "samples/s", "time"]
+    lines = table(heads, rows, left=4)
+    styled = [click.style(lines[0], dim=True)]
+    for run, line in zip(runs, lines[1:], strict=True):
+        color = "green" if run.live else "red" if run.state in _BAD else None
+        styled.append(click.style(line, fg=color) if color else line)
+    return "\n".join(styled)
 
-    \b
-      hora show mnist-3
-      hora show mnist-3 --data
-      hora show runs/mnist-3
-    """
-    from . import show as telling
 
-    if data and as_json:
-        raise click.UsageError("--data has no JSON; give --data or --json", ctx)
+def digest_cells(run: RunDigest) -> list[str]:
+    """State, strategy, workers and steps of a run as cells of a table."""
+    workers = "" if run.workers is None else str(run.workers)
+    return [run.state, harmless(run.strategy, 32), workers, f"{run.steps:,}" if run.steps else ""]
+
+
+def local_time(started: str) -> str:
+    """Local date and time of an ISO time, to the minute; empty if it is none."""
     try:
-        click.echo(telling.as_json(name, run_dir) if as_json else telling.show(name, run_dir, data=data))
-    except ValueError as error:
-        raise click.UsageError(str(error), ctx) from None
-    return exit_codes.OK
-
-
-@click.command()
-@click.argument("names", metavar="RUN RUN...", nargs=-1)
-@click.option(
-    "--value",
-    metavar="NAME",
-    help="Which logged value, e.g. --value accuracy. Without it: loss, or the first that all of them have.",
-)
-@click.option(
-    "--png",
-    metavar="FILE",
-    help="Where the picture goes, e.g. --png curves.png. Without it: compare-A-B.png in the current directory.",
-)
-@click.pass_context
-def compare(ctx: click.Context, names: tuple[str, ...], value: str | None, png: str | None) -> int:
-    """Compare runs: a table, and a picture of a logged value over samples and over time. RUN is a run's name, or the
-    path of its directory.
-
-    \b
-      hora compare mnist-3 mnist-4
-      hora compare mnist-3 mnist-4 mnist-5 --value accuracy --png accuracy.png
-    """
-    from ..runs import run_directory
-    from .compare import Comparison, picture
-
-    try:
-        if png is not None and not png.lower().endswith(".png"):
-            raise ValueError(f"--png {png}: the file's name must end in .png, e.g. --png compare.png")
-        found = [run_directory.look_up(name) for name in names]
-        if len({each.path for each in found}) < 2:
-            raise ValueError("two different runs at least; e.g. hora compare mnist-3 mnist-4, and hora runs lists them")
-        comparison = Comparison(found, value)
-    except ValueError as error:
-        raise click.UsageError(str(error), ctx) from None
-    click.echo(comparison.table())
-    for note in comparison.notes:
-        click.echo(note)
-    if not comparison.curves:
-        return exit_codes.OK
-    path = png or f"compare-{'-'.join(re.sub('[^A-Za-z0-9._-]+', '_', each.name)[:40] for each in found[:4])}.png"
-    try:
-        picture(comparison, path)
-    except ValueError as problem:
-        if png is not None:
-            raise click.ClickException(str(problem)) from None
-        click.echo(problem)
-        return exit_codes.OK
-    click.echo(f"{comparison.value} over samples and over time: {path}")
-    return exit_codes.OK
+        return f"{datetime.datetime.fromisoformat(started).astimezone():%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError):
+        return ""

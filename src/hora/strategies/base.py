@@ -8,10 +8,11 @@ does to a model in training is its Sync (sync.py), which it makes when `job.prep
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +102,7 @@ def parse(text: str, known: dict[str, type[Strategy]]) -> Strategy:
     name, _, rest = text.strip().partition(":")
     kind = known.get(name)
     if kind is None:
-        raise ValueError(f"unknown strategy {name!r}; there are: {', '.join(sorted(known))}")
+        raise ValueError(f"unknown strategy {name!r}; {did_you_mean(name, known)}there are: {', '.join(sorted(known))}")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     types = typing.get_type_hints(kind)
     options: dict[str, object] = {}
@@ -109,9 +110,7 @@ def parse(text: str, known: dict[str, type[Strategy]]) -> Strategy:
         key, equals, value = item.partition("=")
         if key not in fields:
             there = f"its options are: {', '.join(fields)}" if fields else "it has no options"
-            near = difflib.get_close_matches(key, fields, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"strategy {name!r} has no option {key!r}; {hint}{there}")
+            raise ValueError(f"strategy {name!r} has no option {key!r}; {did_you_mean(key, fields)}{there}")
         if not equals:
             raise ValueError(f"strategy {name!r}: option {key!r} needs a value, as in {name}:{key}=…")
         if key in options:

@@ -13,7 +13,6 @@ them anew, cut them, or pushed them out of its window.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 _SAVE, _RESTORE = "\x1b7", "\x1b8"
@@ -53,10 +52,3 @@ def fitting(lines: Sequence[str], height: int) -> list[str]:
     """What half of a terminal of that height holds, with the cursor's line; the rest is counted."""
     room = max(1, height // 2 - 1)
     return list(lines) if len(lines) <= room else [*lines[: room - 1], f" … {len(lines) - room + 1} lines hidden"]
-
-
-def num_cells(text: str) -> int:
-    """How many columns a line takes; escapes take none."""
-    from rich.cells import cell_len
-
-    return cell_len(re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text))

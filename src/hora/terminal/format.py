@@ -1,10 +1,11 @@
-"""Wording: numbers as people read them, and text from elsewhere made harmless for a terminal."""
+"""Text for terminals: numbers in readable units, aligned tables, and untrusted text without control characters."""
 
 from __future__ import annotations
 
 import math
 import re
 import unicodedata
+from collections.abc import Sequence
 
 _ESCAPE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_X].*?(?:\x07|\x1b\\|$)|[ -/]*[0-~]?)|\x9b[0-?]*[ -/]*[@-~]", re.S
@@ -104,3 +105,26 @@ def happening(kind: str, who: str, text: str) -> str:
     else:
         words = text or f"{who} {kind}"
     return harmless(words.strip(), 300)
+
+
+def num_cells(text: str) -> int:
+    """Columns of a terminal that a text takes; escape sequences take none."""
+    if text.isascii() and "\x1b" not in text:
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(_ESCAPE.sub("", text))
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+    """Lines of aligned columns, the first `left` of them left-aligned. Empty columns are left out."""
+    kept = [column for column in range(len(heads)) if any(row[column] for row in rows)]
+    widths = {column: max(num_cells(row[column]) for row in (heads, *rows)) for column in kept}
+    lines = []
+    for row in (heads, *rows):
+        parts = []
+        for column in kept:
+            gap = " " * (widths[column] - num_cells(row[column]))
+            parts.append(row[column] + gap if column < left else gap + row[column])
+        lines.append("  ".join(parts).rstrip())
+    return lines

@@ -19,7 +19,8 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 
-from .footer import Footer, fitting, num_cells
+from .footer import Footer, fitting
+from .format import num_cells
 from .tracebacks import TracebackAction, TracebackFold
 
 FULL_BYTES = 1 << 20
