@@ -16,7 +16,7 @@ def add_up(leaders: Group, exchange: CompressedSum | None, vector: torch.Tensor)
     """One call, as the group's all-reduce makes it."""
     assert exchange is not None
     flat = vector.clone()
-    leaders.announce("exchange")
-    with leaders.part():
+    leaders.begin_call("exchange")
+    with leaders.part_of_call():
         exchange(leaders, flat, SUM)
     return flat

@@ -25,7 +25,7 @@ class Run:
         self.worlds: list[World | None] = [None] * size
         self.results: list[Any] = [None] * size
         self.errors: list[BaseException | None] = [None] * size
-        self._lounge = InProcessHub() if transport == "memory" else None
+        self._hub = InProcessHub() if transport == "memory" else None
         self._options = dict(options, transport=transport, timeout_s=timeout_s)
 
     def start(self, work: Callable[[Group], Any]) -> Run:
@@ -49,7 +49,7 @@ class Run:
         try:
             line = self.hub.connect()
             reply = line.join(Member("worker", rank, "test", os.getpid()))
-            world = World(line, reply.members, rank, reply.generation, TOKEN, lounge=self._lounge, **self._options)
+            world = World(line, reply.members, rank, reply.generation, TOKEN, hub=self._hub, **self._options)
             self.worlds[rank] = world
             self.results[rank] = work(world.group)
         except BaseException as error:

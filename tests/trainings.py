@@ -42,7 +42,7 @@ def training(group: Group, strategy: str = "shared", history: str = "", **option
             colocated=True,
             shared=not servers.endswith("tcp"),
             history=history,
-            timeout_s=group.transport.circle.timeout_s,
+            timeout_s=group.transport.spec.timeout_s,
         )
     made = Training(group, group._control, chosen, **options)
     _open.append(made)

@@ -48,7 +48,7 @@ class HostPlace(msgspec.Struct):
 class World:
     """Collective: every rank of the run makes one with the same arguments.
 
-    `control` has joined already; `members` are in order of rank. `lounge` is where ranks that are threads of one
+    `control` has joined already; `members` are in order of rank. `hub` is where ranks that are threads of one
     process meet; without it a world of one has its own. With `rate_bytes_per_s` each rank sends no faster than that,
     to all others together: its links are TCP then, also on one host. `hosts` says of each rank on which host it is to
     count as being, for those who try what several hosts do; without it they find out.
@@ -70,7 +70,7 @@ class World:
         backend: str = "auto",
         deterministic: bool = False,
         under_mpirun: bool = False,
-        lounge: InProcessHub | None = None,
+        hub: InProcessHub | None = None,
         hosts: Sequence[int] | None = None,
     ) -> None:
         if transport not in TRANSPORTS:
@@ -89,7 +89,7 @@ class World:
         self.deterministic = deterministic
         self.under_mpirun = under_mpirun
         self.stop_reason: str | None = None
-        self._lounge = lounge or (InProcessHub() if self.size == 1 and transport == "auto" else None)
+        self._hub = hub or (InProcessHub() if self.size == 1 and transport == "auto" else None)
         self._groups: list[Group] = []
         self._port: TcpListener | None = None
         self._passing: FdPassing | None = None
@@ -107,34 +107,34 @@ class World:
         control.subscribe(self._hear)
         control.subscribe(self._deadlocks.hear)
         _forget_after_fork(self)
-        if self._lounge is None:
+        if self._hub is None:
             self._meet()
         self.hosts = tuple(hosts) if hosts is not None else self._find_hosts()
-        circle = GroupSpec(rank=rank, members=members, generation=generation, group=0, timeout_s=timeout_s)
-        self.group = self._found(circle, transport)
+        spec = GroupSpec(rank=rank, members=members, generation=generation, group=0, timeout_s=timeout_s)
+        self.group = self._found(spec, transport)
         if self._places:
             threading.Thread(target=self._watch, name="hora-watch", daemon=True).start()
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
-    def _found(self, circle: GroupSpec, kind: str, whole: Group | None = None) -> Group:
-        if kind == "auto" and self._lounge is None and len({self.hosts[m.rank] for m in circle.members}) == 1:
+    def _found(self, spec: GroupSpec, kind: str, whole: Group | None = None) -> Group:
+        if kind == "auto" and self._hub is None and len({self.hosts[m.rank] for m in spec.members}) == 1:
             try:
-                return self._gather(circle, "shm", whole)
+                return self._gather(spec, "shm", whole)
             except OutOfMemory as problem:
-                if circle.rank == 0:
+                if spec.rank == 0:
                     log.warning("no shared memory, so the ranks talk over TCP, which is slower: %s", problem)
-        return self._gather(circle, kind, whole)
+        return self._gather(spec, kind, whole)
 
-    def _gather(self, circle: GroupSpec, kind: str, whole: Group | None) -> Group:
+    def _gather(self, spec: GroupSpec, kind: str, whole: Group | None) -> Group:
         """A group; or a part of the `whole`, which then hears for it what becomes of the others."""
         group = Group(
-            self.connect(circle, kind),
+            self.connect(spec, kind),
             self.control,
             algorithm=self.algorithm,
             deterministic=self.deterministic,
-            hosts=[self.hosts[member.rank] for member in circle.members],
-            companion=lambda wanted: self.connect(circle, wanted),
+            hosts=[self.hosts[member.rank] for member in spec.members],
+            companion=lambda wanted: self.connect(spec, wanted),
             found=lambda ranks, wanted, part: self._subgroup(group, ranks, wanted, part),
             closed=lambda: self._groups.remove(group) if group in self._groups else None,
             whole=whole,
@@ -144,35 +144,35 @@ class World:
             return group
         self._groups.append(group)
         for event in [*self._ends, *self._early]:  # what was said while it was being founded
-            group.accord.hear(event)
+            group.consistency.hear(event)
         return group
 
     def _subgroup(self, parent: Group, ranks: list[int], kind: str, part: bool) -> Group | None:
-        circle = parent.transport.circle
+        spec = parent.transport.spec
         if parent.rank not in ranks:
             return None
-        name = f"{circle.name}|{parent.accord.number}|{ranks}"
+        name = f"{spec.name}|{parent.consistency.number}|{ranks}"
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
         self._founder = parent
         try:
-            return self._found(self._inner(circle, ranks, number, parent.rank), kind, parent if part else None)
+            return self._found(self._inner(spec, ranks, number, parent.rank), kind, parent if part else None)
         finally:
             self._founder = None
 
     @staticmethod
-    def _inner(circle: GroupSpec, ranks: list[int], number: int, rank: int) -> GroupSpec:
+    def _inner(spec: GroupSpec, ranks: list[int], number: int, rank: int) -> GroupSpec:
         return GroupSpec(
             rank=ranks.index(rank),
-            members=tuple(circle.members[r] for r in ranks),
-            generation=circle.generation,
+            members=tuple(spec.members[r] for r in ranks),
+            generation=spec.generation,
             group=number,
-            timeout_s=circle.timeout_s,
+            timeout_s=spec.timeout_s,
         )
 
-    def connect(self, circle: GroupSpec, kind: str) -> Transport:
-        """Collective among the circle: a transport of that kind; 'auto' means TCP here."""
-        if self._lounge is not None and kind in ("auto", "memory"):
-            return InProcessTransport(circle, self._lounge)
+    def connect(self, spec: GroupSpec, kind: str) -> Transport:
+        """Collective among the spec: a transport of that kind; 'auto' means TCP here."""
+        if self._hub is not None and kind in ("auto", "memory"):
+            return InProcessTransport(spec, self._hub)
         if self.rate_bytes_per_s is not None and kind not in ("auto", "tcp"):
             raise ValueError(f"a rate limit holds for the tcp transport; {kind} would not heed it")
         if kind == "memory":
@@ -182,31 +182,31 @@ class World:
             backend = self.backend if wanted == "auto" else wanted
             if backend == "mpi" and not self.under_mpirun:  # MPI would abort the process rather than say so
                 raise ValueError("the engine 'mpi' needs ranks that mpirun started: mpirun -n N python script.py")
-            return open_engine(circle, self.control, backend, self.bind, self._check)
+            return open_engine(spec, self.control, backend, self.bind, self._check)
         if kind == "shm":
             if self._passing is None:
                 raise ValueError("shared memory between ranks needs Linux on x86-64; use the tcp transport")
-            leader = self._places[circle.members[0].rank].passing
-            return ShmTransport(circle, self._passing, leader, functools.partial(self._agree, circle))
+            leader = self._places[spec.members[0].rank].passing
+            return ShmTransport(spec, self._passing, leader, functools.partial(self._agree, spec))
         if kind not in ("tcp", "auto"):
             raise ValueError(f"unknown transport {kind!r}; there are: {', '.join(TRANSPORTS)}")
-        return TcpTransport(circle, self._open_port(), lambda peer: self._address(circle.members[peer].rank))
+        return TcpTransport(spec, self._open_port(), lambda peer: self._address(spec.members[peer].rank))
 
     def torch_group(self, backend: str | None, device: torch.device) -> TorchGroup:
         """Collective at its first call: torch's default process group over all ranks."""
         if self._torch is None:
-            circle = self.group.transport.circle
-            agree = functools.partial(self._agree, circle)
+            spec = self.group.transport.spec
+            agree = functools.partial(self._agree, spec)
             attempt, self._torch_attempts = self._torch_attempts, self._torch_attempts + 1
-            self._torch = TorchGroup(circle, self.control, self.bind, backend, device, agree, self._check, attempt)
+            self._torch = TorchGroup(spec, self.control, self.bind, backend, device, agree, self._check, attempt)
         elif backend not in (None, self._torch.backend):
             raise ValueError(f"job.process_group({backend!r}): it was opened as {self._torch.backend or 'default'!r}")
         return self._torch
 
-    def _agree(self, circle: GroupSpec, key: str, word: str, check: Callable[[], None] | None = None) -> list[str]:
+    def _agree(self, spec: GroupSpec, key: str, word: str, check: Callable[[], None] | None = None) -> list[str]:
         """Every rank's word to every rank, over the coordinator."""
-        self.control.put(f"{key}/{circle.rank}", word.encode())
-        return [self._word(member.rank, f"{key}/{rank}", check).decode() for rank, member in enumerate(circle.members)]
+        self.control.put(f"{key}/{spec.rank}", word.encode())
+        return [self._word(member.rank, f"{key}/{rank}", check).decode() for rank, member in enumerate(spec.members)]
 
     def _word(self, rank: int, key: str, check: Callable[[], None] | None = None) -> bytes:
         """What `rank` puts under `key`; PeerLost if a rank dies, or that one leaves, before it has."""
@@ -226,7 +226,7 @@ class World:
 
     def _find_hosts(self) -> tuple[int, ...]:
         """For each rank the first of those that can pass it a descriptor: all say what they found. Collective."""
-        if self._lounge is not None:
+        if self._hub is not None:
             return (0,) * self.size
         if self.rate_bytes_per_s is not None:  # memory is no link, so it has no rate
             return tuple(range(self.size))
@@ -272,11 +272,11 @@ class World:
 
     def _numbers(self) -> dict[str, int]:
         """How many calls this rank has begun in each group."""
-        return {group.transport.circle.name: group.accord.number for group in list(self._groups)}
+        return {group.transport.spec.name: group.consistency.number for group in list(self._groups)}
 
     def _break_off(self, cause: HoraError) -> None:
         for group in list(self._groups):
-            group.accord.break_off(cause)
+            group.consistency.abort(cause)
 
     # -- the others' fate ----------------------------------------------------------------------------------------------
 
@@ -286,10 +286,10 @@ class World:
         if event.kind in ("died", "left") and event.member is not None and event.member.role == "worker":
             self._settled.add(event.member.rank)
             self._ends.append(event)
-        if event.kind == "message" and all(event.topic != g.transport.circle.name for g in self._groups):
+        if event.kind == "message" and all(event.topic != g.transport.spec.name for g in self._groups):
             self._early.append(event)
         for group in list(self._groups):
-            group.accord.hear(event)
+            group.consistency.hear(event)
 
     def _check(self, awaited: int | None = None) -> None:
         """Raises if a rank has died, the awaited one has left, or the group that founds another was broken off."""
@@ -323,7 +323,7 @@ class World:
             event = CoordinatorEvent(kind="died", generation=self.generation, member=self.members[rank], text=reason)
             self._ends.append(event)
             for group in list(self._groups):
-                group.accord.hear(event)
+                group.consistency.hear(event)
 
     def _watch(self) -> None:
         """Notices the death of a rank on this host by its pidfd, in case nobody else does."""
@@ -357,7 +357,7 @@ class World:
         self._closed = True
         child = HoraError(f"this is a forked child of rank {self.rank}: only the process that called init() is it")
         for group in self._groups:
-            for transport in group.accord.transports:
+            for transport in group.consistency.transports:
                 transport.cause = child
         for part in (self._port, self._passing, self.control):
             if part is not None and hasattr(part, "forget"):

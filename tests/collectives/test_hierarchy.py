@@ -160,7 +160,7 @@ def test_with_one_rank_per_host_no_second_links_are_made() -> None:
         for algorithm in LAYERED:
             group.all_reduce(torch.ones(30), algorithm=algorithm)
         group.all_reduce(torch.ones(30), between=doubled)
-        assert group.accord.transports == [group.transport] and group.sent_bytes == group.transport.sent_bytes
+        assert group.consistency.transports == [group.transport] and group.sent_bytes == group.transport.sent_bytes
 
     run(3, work, "auto", hosts=LAYOUTS["1+1+1"])
 
@@ -203,7 +203,7 @@ def test_between_is_called_on_leaders_only_and_its_result_is_everybodys(links: s
     called: list[int] = []
 
     def between(leaders: Group, flat: torch.Tensor, operation: Operation) -> None:
-        called.append(leaders.transport.circle.members[leaders.rank].rank)
+        called.append(leaders.transport.spec.members[leaders.rank].rank)
         assert leaders.size == 3
         doubled(leaders, flat, operation)
 

@@ -199,8 +199,8 @@ def test_a_wrong_introduction_that_came_early_does_not_break_the_group_it_names(
     early = [impostor(port.address, rank) for rank in (7, 1, 1)]
     assert _eventually(lambda: sum(map(len, port._parked.values())) == 3)
     members = tuple(Member("worker", rank, "test", os.getpid()) for rank in range(2))
-    circle = GroupSpec(rank=0, members=members, generation=GENERATION, group=GROUP)
-    transport = TcpTransport(circle, port, lambda peer: port.address)
+    spec = GroupSpec(rank=0, members=members, generation=GENERATION, group=GROUP)
+    transport = TcpTransport(spec, port, lambda peer: port.address)
     assert list(transport._in) == [(1, COLLECTIVES)]
     assert dropped(early[0])
     transport.close()

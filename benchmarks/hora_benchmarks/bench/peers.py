@@ -20,8 +20,8 @@ def gloo(job: Job) -> tuple[Call, Callable[[], None]]:
     """Gloo's all-reduce through a process group, and how to end it: without that it may abort at exit."""
     import torch.distributed as dist
 
-    circle = job.group.transport.circle
-    backend = TorchBackend(circle, job._context.control, "gloo", "127.0.0.1")
+    spec = job.group.transport.spec
+    backend = TorchBackend(spec, job._context.control, "gloo", "127.0.0.1")
     group = backend._group
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]

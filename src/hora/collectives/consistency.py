@@ -71,10 +71,10 @@ class ConsistencyChecker(WaitObserver):
         self._transport = transport
         self._control = control
         self._others = [peer for peer in range(transport.size) if peer != transport.rank]
-        self._ranks = {member.rank: index for index, member in enumerate(transport.circle.members)}
+        self._ranks = {member.rank: index for index, member in enumerate(transport.spec.members)}
         self._calls: list[tuple[int, int, CallPlan] | None] = [None] * KEPT
         self._ahead: dict[int, tuple[int, int, str]] = {}  # calls that others have reached and we have not
-        self.notice: Callable[[], None] = lambda: None  # a wait has lasted for a moment
+        self.on_long_wait: Callable[[], None] = lambda: None  # a wait has lasted for a moment
         self._sent: dict[tuple[int, int], int] = {}
         self._letters: dict[tuple[int, int, int], str] = {}
         transport.watcher = self
@@ -86,7 +86,7 @@ class ConsistencyChecker(WaitObserver):
         if self._transport.cause is not None:  # it came in between
             transport.abort(self._transport.cause)
         for peer, reason in list(self._transport.gone.items()):
-            self._leave(transport, self._transport.circle.members[peer].rank, reason)
+            self._leave(transport, self._transport.spec.members[peer].rank, reason)
 
     # -- keeping the record ----------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class ConsistencyChecker(WaitObserver):
     def waiting(self, peers: tuple[int, ...]) -> None:
         if self.number:
             self._say(CallNotice("wait", self.number, self.stamp, self._current().text), peers)
-        self.notice()
+        self.on_long_wait()
 
     def differ(self, peer: int, channel: int) -> HoraError:
         if channel == POINT_TO_POINT:
@@ -149,18 +149,20 @@ class ConsistencyChecker(WaitObserver):
             return
         if event.kind == "died":
             me, lost = self._name(self._transport.rank), self._name(peer)
-            self._abort(PeerLost(f"{me}: lost {lost} in {self.doing()}: {event.text}", (peer,), secondary=True))
+            self._abort_transports(
+                PeerLost(f"{me}: lost {lost} in {self.doing()}: {event.text}", (peer,), secondary=True)
+            )
         elif event.kind == "left":
             assert event.member is not None
             for transport in self.transports:
                 self._leave(transport, event.member.rank, event.text)
-        elif event.kind == "message" and event.topic == self._transport.circle.name:
+        elif event.kind == "message" and event.topic == self._transport.spec.name:
             self._answer(peer, msgspec.msgpack.decode(event.body, type=CallNotice))
 
     def _answer(self, peer: int, word: CallNotice) -> None:
         error = word.error()
         if error is not None:
-            self._abort(error)
+            self._abort_transports(error)
         elif word.kind == "letter":
             mine = self._letters.get((self._transport.rank, peer, word.number), "nothing of the kind")
             self._dispute(peer, f"expected a {word.text}", mine)
@@ -178,35 +180,35 @@ class ConsistencyChecker(WaitObserver):
             f"{self._name(peer)} {theirs}; {self._name(self._transport.rank)} called {mine}. "
             "All ranks must make the same calls on the same shapes and dtypes in the same order; did one skip a call?"
         )
-        self.break_off(Mismatch(text))
+        self.abort(Mismatch(text))
 
     # -- ending it ---------------------------------------------------------------------------------------------------
 
-    def break_off(self, cause: HoraError) -> None:
+    def abort(self, cause: HoraError) -> None:
         """This rank cannot go on with the group; the others learn it, unless they know by themselves."""
         first = self._transport.cause is None
-        self._abort(cause)
+        self._abort_transports(cause)
         if first and not (isinstance(cause, PeerLost) and cause.secondary):
             ranks = cause.ranks if isinstance(cause, PeerLost) else ()
             self._say(CallNotice(type(cause).__name__, text=str(cause), ranks=ranks))
 
     @staticmethod
     def _leave(transport: Transport, rank: int, reason: str) -> None:
-        place = transport.circle.place_of(rank)
+        place = transport.spec.index_of(rank)
         if place is not None:
             transport.leave(place, reason)
 
-    def _abort(self, cause: HoraError) -> None:
+    def _abort_transports(self, cause: HoraError) -> None:
         for transport in self.transports:
             transport.abort(cause)
 
     def _say(self, word: CallNotice, to: tuple[int, ...] = ()) -> None:
-        members = self._transport.circle.members
+        members = self._transport.spec.members
         ranks = tuple(members[peer].rank for peer in (to or self._others) if peer != self._transport.rank)
         if not ranks:
             return
         try:
-            self._control.send(self._transport.circle.name, msgspec.msgpack.encode(word), ranks)
+            self._control.send(self._transport.spec.name, msgspec.msgpack.encode(word), ranks)
         except HoraError as problem:
             log.debug("could not tell the others: %s", problem)
 
@@ -221,7 +223,7 @@ class SubgroupChecker(ConsistencyChecker):
     def __init__(self, transport: Transport, control: CoordinatorConnection, whole: ConsistencyChecker) -> None:
         super().__init__(transport, control)
         self._whole = whole
-        places = [whole.transports[0].circle.place_of(member.rank) for member in transport.circle.members]
+        places = [whole.transports[0].spec.index_of(member.rank) for member in transport.spec.members]
         self._places = [place for place in places if place is not None]
         assert len(self._places) == transport.size
         whole.include(transport, self)
@@ -243,5 +245,5 @@ class SubgroupChecker(ConsistencyChecker):
     def differ(self, peer: int, channel: int) -> HoraError:
         return self._whole.differ(self._places[peer], channel)
 
-    def break_off(self, cause: HoraError) -> None:
-        self._whole.break_off(cause)
+    def abort(self, cause: HoraError) -> None:
+        self._whole.abort(cause)

@@ -61,7 +61,7 @@ class WaitScope:
 
 class DeadlockDetector:
     """One rank's side. `numbers` gives for each group, by name, how many calls were begun in it; `end` is told the
-    error when there is one. A `place` and `notice` are for the rank's own threads, `hear` for the line's."""
+    error when there is one. A `scope` and `on_long_wait` are for the rank's own threads, `hear` for the line's."""
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class DeadlockDetector:
         self._others: dict[int, tuple[str, WaitState]] = {}
         self._lock = threading.Lock()
 
-    def place(self, name: str, text: Callable[[], str], count: Callable[[], int] | None = None) -> WaitScope:
+    def scope(self, name: str, text: Callable[[], str], count: Callable[[], int] | None = None) -> WaitScope:
         """Where this rank may wait for others: a group, or with `count` something else in which calls are counted."""
         if count is not None:
             self._counts[name] = count
         return WaitScope(self, name, text)
 
-    def notice(self) -> None:
+    def on_long_wait(self) -> None:
         """A wait of this rank, on any thread, has lasted for a moment. Never blocks."""
         mine = self._standing()
         if mine is None:

@@ -71,7 +71,7 @@ class Group:
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
-        self.generation = transport.circle.generation
+        self.generation = transport.spec.generation
         self.others = [peer for peer in range(self.size) if peer != self.rank]
         self.algorithm = algorithm
         self.deterministic = deterministic
@@ -84,18 +84,20 @@ class Group:
         self._closed = closed
         self._engines: dict[str, Transport] = {}
         self._hierarchy: HostHierarchy | None = None
-        self.accord: ConsistencyChecker = (
+        self.consistency: ConsistencyChecker = (
             ConsistencyChecker(transport, control)
             if whole is None
-            else SubgroupChecker(transport, control, whole.accord)
+            else SubgroupChecker(transport, control, whole.consistency)
         )
-        self.purpose: Callable[[], str] = lambda: self.accord.doing()  # what a wait in it is for, in words
+        self.describe_wait: Callable[[], str] = lambda: self.consistency.doing()  # what a wait in it is for, in words
         self.before_call: Callable[[], None] | None = None
         self.deadlocks = deadlocks
-        self.waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # around waits for other ranks
+        self.wait_scope: contextlib.AbstractContextManager[None] = (
+            contextlib.nullcontext()
+        )  # around waits for other ranks
         if deadlocks is not None:
-            self.accord.notice = deadlocks.notice
-            self.waits = deadlocks.place(transport.circle.name, lambda: self.purpose())
+            self.consistency.on_long_wait = deadlocks.on_long_wait
+            self.wait_scope = deadlocks.scope(transport.spec.name, lambda: self.describe_wait())
         self._staging = shared.StagingSlots.open(transport) if transport.shares_memory else None
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
         self._turn = threading.RLock()  # whoever has it makes a call
@@ -298,6 +300,13 @@ class Group:
         text = f"new_group of ranks {chosen} over {transport}"
         return self._issue(self._plan(("new_group", tuple(chosen), transport), text, gather), None, True)
 
+    def clone(self) -> Group:
+        """Another group of all these ranks, with calls and failures of its own. Collective.
+
+        Its transport is of the same kind, or what 'auto' falls back to if that one's resources run out."""
+        group: Group = self.new_group(range(self.size), self.transport.clone_kind)
+        return group
+
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> RegisteredBuffer:
         """Registered memory of `numel` elements per rank: collective, and only where ranks share memory."""
         check_dtype(dtype)
@@ -310,8 +319,8 @@ class Group:
 
     def _open_buffer(self, name: str, numel: int, dtype: torch.dtype) -> RegisteredBuffer:
         moves.barrier(self)  # all mean the same one
-        registered = self.transport.buffer(f"buffer/{self.accord.number}", numel, dtype)
-        registered.name = f"{name} ({self.accord.number})"
+        registered = self.transport.buffer(f"buffer/{self.consistency.number}", numel, dtype)
+        registered.name = f"{name} ({self.consistency.number})"
         return registered
 
     def all_reduce_registered(
@@ -338,20 +347,20 @@ class Group:
 
     def give(self, peer: int, flat: torch.Tensor) -> Transfer:
         """Sends a piece of the call under way."""
-        return self.transport.send(peer, flat, COLLECTIVES, self.accord.stamp)
+        return self.transport.send(peer, flat, COLLECTIVES, self.consistency.stamp)
 
     def take(self, peer: int, flat: torch.Tensor, land: Callable[[Any, Any], object] | None = None) -> Transfer:
         """Receives a piece of the call under way; `land` reduces it into `flat` instead of replacing it."""
-        return self.transport.recv(peer, flat, COLLECTIVES, self.accord.stamp, land)
+        return self.transport.recv(peer, flat, COLLECTIVES, self.consistency.stamp, land)
 
     def meet(self, registered: RegisteredBuffer, turn: int) -> None:
         """Says that I have come to this turn, waits for everybody, and compares the stamps of their calls."""
-        stamp, value = self.accord.stamp, 4 * turn + CAME
+        stamp, value = self.consistency.stamp, 4 * turn + CAME
         registered.signal(value, stamp)
         registered.await_all(value)
         for peer in self.others:
             if registered.stamp_of(peer, value) != stamp:
-                raise self.accord.differ(peer, COLLECTIVES)
+                raise self.consistency.differ(peer, COLLECTIVES)
 
     @property
     def num_hosts(self) -> int:
@@ -391,7 +400,7 @@ class Group:
             if self._companion is None:
                 raise HoraError("this group has no engine")
             found = self._engines[backend] = self._companion(f"engine:{backend}")
-            self.accord.include(found, self.accord)
+            self.consistency.include(found, self.consistency)
         return found
 
     def adopt(self, table: auto.AlgorithmTable) -> None:
@@ -399,11 +408,11 @@ class Group:
         self.auto_table = table
         if self.rank == 0:
             with contextlib.suppress(HoraError):
-                self._control.put(f"auto/{self.transport.circle.name}", table.json())
+                self._control.put(f"auto/{self.transport.spec.name}", table.json())
 
     def perform(self, plan: CallPlan, argument: Any) -> Any:
         """Runs one call now."""
-        self.accord.begin(plan)
+        self.consistency.begin(plan)
         try:
             return plan.run(argument)
         except ValueError:
@@ -412,22 +421,22 @@ class Group:
             self._break_off(plan.text, error)
             raise
 
-    def announce(self, text: str) -> None:
+    def begin_call(self, text: str) -> None:
         """Begins a call that is made of many parts, `text`; its parts carry its stamp, and it ends with the next."""
-        self.accord.begin(self._plan(("announced", text, None), text, lambda _: None))
+        self.consistency.begin(self._plan(("announced", text, None), text, lambda _: None))
 
     @contextlib.contextmanager
-    def part(self) -> Iterator[None]:
+    def part_of_call(self) -> Iterator[None]:
         """Around each part of an announced call: what goes wrong here ends the group on every rank."""
         try:
             yield
         except BaseException as error:
-            self._break_off(self.accord.doing(), error)
+            self._break_off(self.consistency.doing(), error)
             raise
 
     def _break_off(self, doing: str, error: BaseException) -> None:
         words = f"{doing} ended on {self.transport.name_of(self.rank)} with {type(error).__name__}: {error}"
-        self.accord.break_off(error if isinstance(error, HoraError) else HoraError(words))
+        self.consistency.abort(error if isinstance(error, HoraError) else HoraError(words))
 
     # -- planning and issuing --------------------------------------------------------------------------------------
 
@@ -438,7 +447,7 @@ class Group:
                 self._plans.clear()
             name = key[-1] if key[0] not in ("new_group", "buffer") else None
             words = f"{text} named {name!r}" if name is not None else text
-            plan = self._plans[key] = CallPlan(self.transport.circle.name, words, run)
+            plan = self._plans[key] = CallPlan(self.transport.spec.name, words, run)
         return plan
 
     def _plan_all_reduce(
@@ -488,7 +497,7 @@ class Group:
             self.before_call()
         if not wait or self.size == 1:
             return self._give(plan, argument, wait)
-        with self.waits:
+        with self.wait_scope:
             return self._give(plan, argument, wait)
 
     def _give(self, plan: CallPlan, argument: Any, wait: bool) -> Any:
@@ -550,7 +559,7 @@ class Group:
     def _letter(self, source: int, target: int, tensor: torch.Tensor, name: str | None) -> int:
         text = f"message from {source} to {target} of {_tensor_text(tensor)}"
         key = ("letter", source, target, tensor.dtype, tensor.shape, name)
-        return self.accord.letter(source, target, self._plan(key, text, lambda _: None))
+        return self.consistency.letter(source, target, self._plan(key, text, lambda _: None))
 
     def _transit(self, handle: Transfer, tensor: torch.Tensor, finish: Callable[[], None] | None, wait: bool) -> Any:
         transit = TransferHandle(handle, tensor, finish)

@@ -66,8 +66,8 @@ class HostHierarchy:
     def all_reduce(self, group: Group, flat: torch.Tensor, operation: Operation, between: Between) -> None:
         plain = OPERATIONS["sum"] if operation.mean else operation
         for part, _ in self._parts:
-            assert isinstance(part.accord, SubgroupChecker)
-            part.accord.stand_in()
+            assert isinstance(part.consistency, SubgroupChecker)
+            part.consistency.stand_in()
             part.transport.background = group.transport.background
         if self._streams(flat, between):
             self._stream(group, flat, operation, plain)

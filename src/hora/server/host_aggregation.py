@@ -52,7 +52,7 @@ def gather_local_ranks(group: Group, links: Sequence[ServerConnection]) -> HostA
         if group.rank in host:
             inner.all_reduce(away, "min", name="servers that no mate shares memory with")
             folded = [link for link, is_away in zip(links, away.tolist(), strict=True) if is_away]
-            group.accord.transports.append(inner.transport)
+            group.consistency.transports.append(inner.transport)
             found = HostAggregation(inner, host, folded)
     return found
 
@@ -113,7 +113,7 @@ class HostAggregation:
 
     def break_off(self, cause: HoraError) -> None:
         """This worker cannot go on, and its mates learn why."""
-        self._inner.accord.break_off(cause)
+        self._inner.consistency.abort(cause)
 
     def close(self) -> None:
         self._inner.close()

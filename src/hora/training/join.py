@@ -129,7 +129,7 @@ class EarlyExit:
         """After leaving `loop` before its end: blocks until all are out of it (True), or one says that there is no
         more."""
         sync = self._at_work
-        deadline = time.monotonic() + min(CATCH_UP_S, self._group.transport.circle.timeout_s)
+        deadline = time.monotonic() + min(CATCH_UP_S, self._group.transport.spec.timeout_s)
         others = set(self._group.others)
         with self._news:
             while self._group.transport.cause is None and time.monotonic() < deadline:
@@ -179,7 +179,7 @@ class EarlyExit:
 
     def _taken_elsewhere(self, exchange: int) -> bool:
         """Whether another worker has taken the step of this exchange; waits until all have said."""
-        deadline = time.monotonic() + min(CATCH_UP_S, self._group.transport.circle.timeout_s)
+        deadline = time.monotonic() + min(CATCH_UP_S, self._group.transport.spec.timeout_s)
         others = set(self._group.others)
         with self._news:
             while not others <= self._answers.get(exchange, set()) | self._group.transport.gone.keys():

@@ -69,8 +69,8 @@ class GroupSpec:
         """A key that no other group of the run has."""
         return f"g{self.generation}/{self.group}"
 
-    def place_of(self, rank: int) -> int | None:
-        """Where the run's worker `rank` stands in this circle; None if it is not in it."""
+    def index_of(self, rank: int) -> int | None:
+        """Where the run's worker `rank` stands in this spec; None if it is not in it."""
         return next((index for index, member in enumerate(self.members) if member.rank == rank), None)
 
 
@@ -138,8 +138,8 @@ class BoundedWait:
         if waited >= self._next_word:
             self._next_word *= 2
             log.warning("%s", self._sentence(waited))
-        if waited >= transport.circle.timeout_s:
-            raise Timeout(f"{self._sentence(waited)}; gave up after timeout_s={transport.circle.timeout_s:g}")
+        if waited >= transport.spec.timeout_s:
+            raise Timeout(f"{self._sentence(waited)}; gave up after timeout_s={transport.spec.timeout_s:g}")
 
     def _sentence(self, waited: float) -> str:
         transport = self.transport
@@ -225,18 +225,19 @@ class Transport(abc.ABC):
 
     kind: str = ""
     shares_memory: bool = False
+    overlaps_without_spare_core: bool = True  # whether a thread may transfer while all cores of the host compute
     left_s: float = 0.5  # how long what a rank sent before it left may take to arrive
 
-    def __init__(self, circle: GroupSpec) -> None:
-        self.circle = circle
-        self.rank = circle.rank
-        self.size = circle.size
+    def __init__(self, spec: GroupSpec) -> None:
+        self.spec = spec
+        self.rank = spec.rank
+        self.size = spec.size
         self.watcher = WaitObserver()
         self.cause: HoraError | None = None
         self.gone: dict[int, str] = {}
-        self.sent_messages = [0] * circle.size
-        self.sent_bytes = [0] * circle.size
-        self.crowded = circle.size > num_cores()  # then a spin burns the time of the peer it waits for
+        self.sent_messages = [0] * spec.size
+        self.sent_bytes = [0] * spec.size
+        self.crowded = spec.size > num_cores()  # then a spin burns the time of the peer it waits for
         self.background = False  # set while a thread beside the user's computes: it must not spin with the GIL in hand
         self._channels = [_Channel() for _ in range(NUM_CHANNELS)]
 
@@ -300,8 +301,13 @@ class Transport(abc.ABC):
     def forget(self) -> None:
         """In a forked child: drops inherited descriptors without a word to anybody."""
 
+    @property
+    def clone_kind(self) -> str:
+        """The kind to ask for in a second group of the same ranks."""
+        return self.kind
+
     def name_of(self, peer: int) -> str:
-        return str(self.circle.members[peer])
+        return str(self.spec.members[peer])
 
     def check(self) -> None:
         if self.cause is not None:

@@ -83,8 +83,8 @@ class EngineTransport(Transport):
     kind = "engine"
     left_s = 5.0  # the engine has threads and buffers of its own; a link that closed is noticed at once in any case
 
-    def __init__(self, circle: GroupSpec, backend: EngineBackend) -> None:
-        super().__init__(circle)
+    def __init__(self, spec: GroupSpec, backend: EngineBackend) -> None:
+        super().__init__(spec)
         self.backend = backend
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
@@ -185,7 +185,7 @@ class _Recv(Transfer):
 
 def _head(transport: EngineTransport, stamp: int, tensor: torch.Tensor) -> torch.Tensor:
     signed = stamp - (1 << 64) if stamp >= 1 << 63 else stamp
-    return torch.tensor([signed, transport.circle.generation, tensor.numel() * tensor.element_size()])
+    return torch.tensor([signed, transport.spec.generation, tensor.numel() * tensor.element_size()])
 
 
 # -- torch.distributed -------------------------------------------------------------------------------------------------
@@ -197,28 +197,28 @@ class TorchBackend(EngineBackend):
     The store that the ranks meet in listens on the run's own address; its port travels over the coordinator.
     """
 
-    def __init__(self, circle: GroupSpec, control: CoordinatorConnection, name: str, bind: str) -> None:
+    def __init__(self, spec: GroupSpec, control: CoordinatorConnection, name: str, bind: str) -> None:
         import torch.distributed as dist
 
         self.name = name
         self._dist = dist
-        limit = datetime.timedelta(seconds=circle.timeout_s + 60)  # our own wait gives up first, and says more
-        store = meet_in_store(f"{circle.name}/engine-{name}", circle, control, bind, limit)
+        limit = datetime.timedelta(seconds=spec.timeout_s + 60)  # our own wait gives up first, and says more
+        store = meet_in_store(f"{spec.name}/engine-{name}", spec, control, bind, limit)
         self._store = store
         prefixed = dist.PrefixStore(name, store)
         if name == "nccl":
             name_interface(bind)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            self._group: Any = dist.ProcessGroupNCCL(prefixed, circle.rank, circle.size, options)
+            self._group: Any = dist.ProcessGroupNCCL(prefixed, spec.rank, spec.size, options)
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = limit
             options._threads = 2
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind)]
-            self._group = dist.ProcessGroupGloo(prefixed, circle.rank, circle.size, options)
+            self._group = dist.ProcessGroupGloo(prefixed, spec.rank, spec.size, options)
         self._threads = EngineThreads()
-        self._peer = (circle.rank + 1) % circle.size
+        self._peer = (spec.rank + 1) % spec.size
 
     def _watch(self, start: Callable[[], Any], wait: Callable[[Any], None] | None = None) -> EngineWork:
         """Starts on the caller's thread, which keeps the order of messages; the end is awaited apart."""
@@ -268,22 +268,22 @@ class TorchBackend(EngineBackend):
 
 
 def meet_in_store(
-    key: str, circle: GroupSpec, control: CoordinatorConnection, bind: str, limit: datetime.timedelta
+    key: str, spec: GroupSpec, control: CoordinatorConnection, bind: str, limit: datetime.timedelta
 ) -> Any:
     """Collective: torch's store, which rank 0 hosts on the run's own address; its port travels under `key`."""
     from torch.distributed import TCPStore
 
-    if circle.rank == 0:
+    if spec.rank == 0:
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         listening = socket.create_server((bind, 0), family=family)
         port = listening.getsockname()[1]
         store = TCPStore(
-            bind, port, circle.size, True, limit, wait_for_workers=False, master_listen_fd=listening.detach()
+            bind, port, spec.size, True, limit, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         control.put(key, f"{bind} {port}".encode())
         return store
     host, port_text = control.get(key, limit.total_seconds()).decode().split()
-    return TCPStore(host, int(port_text), circle.size, False, limit, wait_for_workers=False)
+    return TCPStore(host, int(port_text), spec.size, False, limit, wait_for_workers=False)
 
 
 def name_interface(bind: str) -> None:
@@ -341,16 +341,16 @@ def _raise(problem: Exception) -> None:
 
 
 class MpiBackend(EngineBackend):
-    """MPI through mpi4py, for ranks that mpirun started: the circle must be the whole of MPI's world."""
+    """MPI through mpi4py, for ranks that mpirun started: the spec must be the whole of MPI's world."""
 
     name = "mpi"
 
-    def __init__(self, circle: GroupSpec) -> None:
+    def __init__(self, spec: GroupSpec) -> None:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as problem:
             raise ValueError(f"the engine 'mpi' needs mpi4py and an MPI library: {problem}") from None
-        if MPI.COMM_WORLD.Get_size() != circle.size or MPI.COMM_WORLD.Get_rank() != circle.rank:
+        if MPI.COMM_WORLD.Get_size() != spec.size or MPI.COMM_WORLD.Get_rank() != spec.rank:
             raise ValueError("the engine 'mpi' needs ranks that mpirun started: mpirun -n N python script.py")
         self._mpi = MPI
         self._comm = MPI.COMM_WORLD.Dup()
@@ -385,18 +385,18 @@ class _Request(EngineWork):
 
 
 def open_engine(
-    circle: GroupSpec, control: CoordinatorConnection, backend: str, bind: str, check: Callable[[], None]
+    spec: GroupSpec, control: CoordinatorConnection, backend: str, bind: str, check: Callable[[], None]
 ) -> EngineTransport:
     """Collective: the engine over these ranks; 'auto' is Gloo, which is everywhere.
 
-    `check` raises when a rank of the circle is lost: the engine's own meeting would wait for it.
+    `check` raises when a rank of the spec is lost: the engine's own meeting would wait for it.
     """
     name = "gloo" if backend == "auto" else backend
     if name == "mpi":
-        return EngineTransport(circle, MpiBackend(circle))
-    if circle.rank == 0:
+        return EngineTransport(spec, MpiBackend(spec))
+    if spec.rank == 0:
         log.warning("the engine's links (%s) are not authenticated: keep them inside a trusted network", name)
-    return EngineTransport(circle, run_checked(lambda: TorchBackend(circle, control, name, bind), check))
+    return EngineTransport(spec, run_checked(lambda: TorchBackend(spec, control, name, bind), check))
 
 
 def run_checked(work: Callable[[], Any], check: Callable[[], None]) -> Any:

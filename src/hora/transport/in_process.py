@@ -44,9 +44,9 @@ class InProcessTransport(Transport):
     kind = "memory"
     shares_memory = True
 
-    def __init__(self, circle: GroupSpec, lounge: InProcessHub) -> None:
-        super().__init__(circle)
-        self.lounge = lounge
+    def __init__(self, spec: GroupSpec, hub: InProcessHub) -> None:
+        super().__init__(spec)
+        self.hub = hub
 
     def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Transfer:
         return _Send(self, peer, channel, stamp, tensor)
@@ -55,23 +55,23 @@ class InProcessTransport(Transport):
         return _Recv(self, peer, channel, stamp, tensor, land)
 
     def post(self, source: int, target: int, channel: int) -> collections.deque[tuple[int, torch.Tensor]]:
-        key = (self.circle.name, source, target, channel)
-        return self.lounge.messages.setdefault(key, collections.deque())
+        key = (self.spec.name, source, target, channel)
+        return self.hub.messages.setdefault(key, collections.deque())
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> RegisteredBuffer:
-        key = f"{self.circle.name}/{name}"
+        key = f"{self.spec.name}/{name}"
         if self.size == 1:
             return InProcessBuffer(self, _Parts(1, numel, dtype))
-        return InProcessBuffer(self, self.lounge.once(key, lambda: _Parts(self.size, numel, dtype)))
+        return InProcessBuffer(self, self.hub.once(key, lambda: _Parts(self.size, numel, dtype)))
 
     def _idle(self, handle: Transfer, rounds: int) -> None:
-        with self.lounge.news:
+        with self.hub.news:
             if self.cause is None and not self.post(handle.peer, self.rank, handle.channel):
-                self.lounge.news.wait(SLICE_S)
+                self.hub.news.wait(SLICE_S)
 
     def _wake(self) -> None:
-        with self.lounge.news:
-            self.lounge.news.notify_all()
+        with self.hub.news:
+            self.hub.news.notify_all()
 
 
 class _Send(Transfer):
@@ -87,9 +87,9 @@ class _Send(Transfer):
     def advance(self) -> bool:
         transport = self.transport
         assert isinstance(transport, InProcessTransport)
-        with transport.lounge.news:
+        with transport.hub.news:
             transport.post(transport.rank, self.peer, self.channel).append((self.stamp, self.tensor.clone()))
-            transport.lounge.news.notify_all()
+            transport.hub.news.notify_all()
         self.done = True
         return True
 
@@ -108,7 +108,7 @@ class _Recv(Transfer):
     def advance(self) -> bool:
         transport = self.transport
         assert isinstance(transport, InProcessTransport)
-        with transport.lounge.news:
+        with transport.hub.news:
             queue = transport.post(self.peer, transport.rank, self.channel)
             if not queue:
                 return False
@@ -155,11 +155,11 @@ class InProcessBuffer(RegisteredBuffer):
         self.shares = parts.shares
 
     def signal(self, value: int, stamp: int | None = None) -> None:
-        with self._transport.lounge.news:
+        with self._transport.hub.news:
             if stamp is not None:
                 self._parts.stamps[self._transport.rank][(value >> 2) & 1] = stamp
             self._parts.flags[self._transport.rank] = value
-            self._transport.lounge.news.notify_all()
+            self._transport.hub.news.notify_all()
 
     def stamp_of(self, peer: int, value: int) -> int:
         return self._parts.stamps[peer][(value >> 2) & 1]
@@ -169,9 +169,9 @@ class InProcessBuffer(RegisteredBuffer):
         while self._parts.flags[peer] < value:
             patience = patience or BoundedWait(self._transport, (peer,))
             patience.check()
-            with self._transport.lounge.news:
+            with self._transport.hub.news:
                 if self._parts.flags[peer] < value and self._transport.cause is None:
-                    self._transport.lounge.news.wait(SLICE_S)
+                    self._transport.hub.news.wait(SLICE_S)
 
     def await_all(self, value: int) -> None:
         for peer in range(self._transport.size):

@@ -36,7 +36,7 @@ class TorchGroup:
 
     def __init__(
         self,
-        circle: GroupSpec,
+        spec: GroupSpec,
         control: CoordinatorConnection,
         bind: str,
         backend: str | None,
@@ -53,17 +53,17 @@ class TorchGroup:
                 "torch.distributed.init_process_group"
             )
         self.backend = backend
-        key = f"{circle.name}/torch{attempt}"
+        key = f"{spec.name}/torch{attempt}"
         _compare(agree(f"{key}/backend", backend or ""))
         chosen = backend or _fitting(agree(f"{key}/gpu", _gpu(device)))
-        if circle.rank == 0 and circle.size > 1:
+        if spec.rank == 0 and spec.size > 1:
             log.warning("torch's own links (%s) are not authenticated: keep them inside a trusted network", chosen)
         _name_interfaces(bind)
-        limit = datetime.timedelta(seconds=circle.timeout_s)
+        limit = datetime.timedelta(seconds=spec.timeout_s)
 
         def open_group() -> None:
-            store = meet_in_store(key, circle, control, bind, limit)
-            dist.init_process_group(chosen, store=store, rank=circle.rank, world_size=circle.size, timeout=limit)
+            store = meet_in_store(key, spec, control, bind, limit)
+            dist.init_process_group(chosen, store=store, rank=spec.rank, world_size=spec.size, timeout=limit)
 
         hook = sys.excepthook
         run_checked(open_group, check)

@@ -46,20 +46,22 @@ Agree = Callable[[str, str, Callable[[], None]], list[str]]
 
 
 class ShmTransport(Transport):
-    """See the module. Making one is a collective call of all ranks of the circle."""
+    """See the module. Making one is a collective call of all ranks of the spec."""
 
     kind = "shm"
     shares_memory = True
+    overlaps_without_spare_core = False
+    clone_kind = "auto"  # shared memory may run out
 
-    def __init__(self, circle: GroupSpec, passing: FdPassing, leader: str, agree: Agree) -> None:
-        super().__init__(circle)
+    def __init__(self, spec: GroupSpec, passing: FdPassing, leader: str, agree: Agree) -> None:
+        super().__init__(spec)
         self._passing = passing
         self._leader = leader
         self._agree = agree
-        pairs = circle.size * circle.size
+        pairs = spec.size * spec.size
         slot = LINKS_BYTES // max(1, pairs * NUM_CHANNELS * NUM_SLOTS)
         self.slot_bytes = max(MIN_SLOT_BYTES, min(MAX_SLOT_BYTES, slot // PAGE * PAGE))
-        bells = NUM_CHANNELS * circle.size * LINE
+        bells = NUM_CHANNELS * spec.size * LINE
         self._link_bytes = round_up(LINE + NUM_SLOTS * LINE, PAGE) + NUM_SLOTS * self.slot_bytes
         self._links_offset = round_up(bells, PAGE)
         self._arena = self._map("links", self._links_offset + NUM_CHANNELS * pairs * self._link_bytes)
@@ -68,7 +70,7 @@ class ShmTransport(Transport):
 
     def _map(self, name: str, num_bytes: int, woven: list[tuple[int, int]] | None = None) -> Arena:
         """Collective: rank 0 makes the memory, the others fetch it; all succeed or all raise."""
-        key = f"{self.circle.name}/{name}"
+        key = f"{self.spec.name}/{name}"
         arena, problem, descriptor = None, "", -1
         try:
             if self.rank == 0:

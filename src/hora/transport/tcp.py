@@ -71,10 +71,10 @@ class TcpListener:
 
     def attach(self, transport: TcpTransport) -> None:
         """From now on connections for this group reach it; those that came early are handed over."""
-        key = (transport.circle.generation, transport.circle.group)
+        key = (transport.spec.generation, transport.spec.group)
         with self._order:
             self._groups[key] = transport
-            self._oldest = max(self._oldest, transport.circle.generation)
+            self._oldest = max(self._oldest, transport.spec.generation)
             early = self._parked.pop(key, [])
         for sock, rank, channel in early:
             try:
@@ -85,7 +85,7 @@ class TcpListener:
 
     def detach(self, transport: TcpTransport) -> None:
         with self._order:
-            self._groups.pop((transport.circle.generation, transport.circle.group), None)
+            self._groups.pop((transport.spec.generation, transport.spec.group), None)
 
     def _welcome(self, sock: socket.socket) -> None:
         data = recv_exactly(sock, INTRODUCTION.size, time.monotonic() + handshake.HANDSHAKE_S)
@@ -121,8 +121,8 @@ class TcpTransport(Transport):
 
     kind = "tcp"
 
-    def __init__(self, circle: GroupSpec, port: TcpListener, address_of: Callable[[int], tuple[str, int]]) -> None:
-        super().__init__(circle)
+    def __init__(self, spec: GroupSpec, port: TcpListener, address_of: Callable[[int], tuple[str, int]]) -> None:
+        super().__init__(spec)
         self._port = port
         self.allowance = port.allowance
         self._address_of = address_of
@@ -137,7 +137,7 @@ class TcpTransport(Transport):
         if sock is None:
             sock = self._dial(peer)
             tune(sock)
-            sock.sendall(INTRODUCTION.pack(self.circle.generation, self.circle.group, self.rank, channel))
+            sock.sendall(INTRODUCTION.pack(self.spec.generation, self.spec.group, self.rank, channel))
             sock.setblocking(False)
             self._out[key] = sock
         return sock
@@ -216,8 +216,8 @@ class _Send(Transfer):
     def __init__(self, transport: TcpTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor) -> None:
         super().__init__(transport, peer, channel)
         data = tensor_bytes(tensor)
-        circle = transport.circle
-        header = HEADER.pack(MAGIC, circle.generation, circle.group, channel, stamp, len(data))
+        spec = transport.spec
+        header = HEADER.pack(MAGIC, spec.generation, spec.group, channel, stamp, len(data))
         self.sock = transport.outgoing(peer, channel)
         self.tensor = tensor
         self.parts = [memoryview(header), data]
@@ -323,10 +323,10 @@ class _Recv(Transfer):
         """The header, or a piece of the data, is whole."""
         if self.in_header:
             self.in_header = False
-            circle = transport.circle
+            spec = transport.spec
             expected = self.tensor.numel() * self.tensor.element_size()
             if HEADER.unpack(self.header) != (
-                MAGIC, circle.generation, circle.group, self.channel, self.stamp, expected
+                MAGIC, spec.generation, spec.group, self.channel, self.stamp, expected
             ):  # fmt: skip
                 raise transport.watcher.differ(self.peer, self.channel)
             if self.land:

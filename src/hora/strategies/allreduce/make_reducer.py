@@ -77,5 +77,5 @@ def make_reducer(
         _ = group.staging  # says why not, and the way out
     lanes, owners = (whole_shards(parameters), 1) if keep else (lanes, group.size)
     buckets = plan(dense, parameters, lanes, strategy.bucket_bytes, owners)
-    eager = strategy.overlap and (spare or group.transport.kind != "shm")
+    eager = strategy.overlap and (spare or group.transport.overlaps_without_spare_core)
     return CollectiveReducer(group, buckets, keep, traffic, strategy.algorithm, eager), eager

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ...collectives.group import Group
-from ...collectives.mailbox import SharedReduction, VectorLayout
+from ...collectives.shared_reduction import SharedReduction, VectorLayout
 from ...compression.compressor import Compressor
 from ...compression.exchange import CompressedSum
 from ...compression.powersgd import Matrix
@@ -124,7 +124,7 @@ class SharedMemoryReducer(Reducer):
             self._mailbox.waited = self._note_wait if self._errand is None else None
 
     def open(self) -> None:
-        self.group.announce(self._text)
+        self.group.begin_call(self._text)
         self.group.transport.background = self._errand is not None
 
     def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
@@ -136,7 +136,7 @@ class SharedMemoryReducer(Reducer):
         if self._errand is not None:
             self._errand.submit(functools.partial(self._deliver, bucket, views, scale))
         else:
-            with self.group.part():
+            with self.group.part_of_call():
                 self._deliver(bucket, views, scale)
                 self._mailbox.advance()
             self.traffic.spend(begin)
@@ -145,7 +145,7 @@ class SharedMemoryReducer(Reducer):
 
     def finish(self) -> None:
         begin = time.perf_counter()
-        with self.group.part(), self.group.waits:
+        with self.group.part_of_call(), self.group.wait_scope:
             if self._errand is not None:
                 self.traffic.comm_s += self._errand.join()
                 self.group.transport.background = False
@@ -335,7 +335,7 @@ class CollectiveReducer(Reducer):
     def _wait(self, handle: TaskHandle) -> Any:
         begin = time.perf_counter()
         blocks = spans.on and not handle.done
-        with self.group.waits:
+        with self.group.wait_scope:
             result = handle.wait()
         self.traffic.exposed_s += time.perf_counter() - begin
         if blocks:

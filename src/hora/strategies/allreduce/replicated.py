@@ -90,9 +90,8 @@ class ReplicatedSync(WatchesBackward, Sync):
             return  # a group without peers binds no buckets
         self.roster.agree(group)
         self.home = group
-        kind = group.transport.kind
-        self.group = group.new_group(range(group.size), "auto" if kind == "shm" else kind)  # shared memory may run out
-        self.group.purpose = lambda: f"the exchange of gradients of step {self.steps + 1}"
+        self.group = group.clone()
+        self.group.describe_wait = lambda: f"the exchange of gradients of step {self.steps + 1}"
         self._buffer_versions = self.roster.signature()
         self._backward.hook()
 
@@ -264,7 +263,7 @@ class ReplicatedSync(WatchesBackward, Sync):
 
     def _begin(self) -> None:
         if self._launched < 0:
-            with self._group.part():
+            with self._group.part_of_call():
                 self._enter()
             self.num_exchanges += 1
             self.exchanging = True

@@ -204,7 +204,7 @@ class ShardedSync(ReplicatedSync):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._swapped:
-            with self._group.part():
+            with self._group.part_of_call():
                 raise HoraError(
                     f"{self._group.transport.name_of(self._group.rank)}: the last step() broke off inside the "
                     "optimizer, so this worker's share was not updated while others' were: restore a checkpoint, or "
@@ -216,7 +216,7 @@ class ShardedSync(ReplicatedSync):
         if self.group is None:
             return
         stepping = {self.roster.index[id(p)] for group in optimizer.param_groups for p in group["params"]}
-        with self.group.part():
+        with self.group.part_of_call():
             if self._shared:
                 self._guard.check_parameters()
             self._guard.check_gradients(stepping)
@@ -328,7 +328,7 @@ class ShardedSync(ReplicatedSync):
         if self.group is None:
             return super().clip(parameters, max_norm, norm_type)
         indices = [self.roster.index[id(p)] for p in parameters if id(p) in self.roster.index]
-        with self.group.part():
+        with self.group.part_of_call():
             self._guard.check_gradients(set(indices))
         shares = []
         for index in indices:

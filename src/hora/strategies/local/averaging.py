@@ -105,9 +105,8 @@ class LocalSync(LocalGradients):
         self.home = group
         compression.warn_of_one_host(self.strategy.wire, group)
         self.roster.agree(group)
-        kind = group.transport.kind
-        self.group = group.new_group(range(group.size), "auto" if kind == "shm" else kind)
-        self._group.purpose = lambda: f"the averaging of parameters after step {self.steps}"
+        self.group = group.clone()
+        self._group.describe_wait = lambda: f"the averaging of parameters after step {self.steps}"
         self._bulk = CountedAllReduce(self._group, self.strategy.algorithm, self.traffic)
         self._meetings = RoundExecutor(self.roster, self._bulk, self.strategy, self._make_mean(), self.traffic)
         self._mean, self._extras = self._meetings.mean, self._meetings.extras
@@ -362,7 +361,7 @@ class LocalSync(LocalGradients):
     def _arrive(self) -> None:
         assert self._errand is not None and self._underway is not None
         begin = time.perf_counter()
-        with self._group.waits:
+        with self._group.wait_scope:
             self._errand.join()
         waited_s = time.perf_counter() - begin
         self._group.transport.background = False

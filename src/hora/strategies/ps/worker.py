@@ -96,16 +96,15 @@ class ParameterServerSync(LocalGradients):
         if not access.joined:
             self.roster.agree(group)
         if self.lockstep and group.size > 1:
-            kind = group.transport.kind
-            self.group = group.new_group(range(group.size), "auto" if kind == "shm" else kind)
-            self.group.purpose = self._doing
+            self.group = group.clone()
+            self.group.describe_wait = self._doing
         self._outpost = ServerConnections(
             access, self._held, self.strategy.rules(), self.strategy.block_bytes, self._check, self._tables
         )
         self._client, self._flats = self._outpost.client, self._outpost.flats
         if group.deadlocks is not None and self.lockstep:
-            self._client.notice = group.deadlocks.notice
-            self._waits = group.deadlocks.place("servers", self._doing, lambda: self._num_pushes)
+            self._client.notice = group.deadlocks.on_long_wait
+            self._waits = group.deadlocks.scope("servers", self._doing, lambda: self._num_pushes)
         if self.lockstep:
             self._outpost.gather_mates(group)
         self._archive = ServerStateArchive(self.roster, self._client)

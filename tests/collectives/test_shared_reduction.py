@@ -11,7 +11,7 @@ import torch
 
 import ranks
 from hora.collectives import Group
-from hora.collectives.mailbox import SharedReduction, VectorLayout
+from hora.collectives.shared_reduction import SharedReduction, VectorLayout
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -41,8 +41,8 @@ def cut(form: VectorLayout, flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def in_parts(group: Group, work: Callable[[], Any]) -> Any:
-    group.announce("a round of letters")
-    with group.part():
+    group.begin_call("a round of letters")
+    with group.part_of_call():
         return work()
 
 

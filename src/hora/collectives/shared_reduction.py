@@ -104,7 +104,7 @@ class SharedReduction:
                 torch.mul(views[lane], scale * self.group.size, out=place)
         box.views, box.scale = views, scale
         self._num_posted += 1
-        self._posted.signal(4 * self._num_posted, self.group.accord.stamp)
+        self._posted.signal(4 * self._num_posted, self.group.consistency.stamp)
         self._to_reduce.append(box)
 
     def advance(self) -> None:
@@ -134,10 +134,10 @@ class SharedReduction:
 
     def _reduce(self) -> None:
         group, me = self.group, self.group.rank
-        stamp, value = group.accord.stamp, 4 * (self._num_reduced + 1)
+        stamp, value = group.consistency.stamp, 4 * (self._num_reduced + 1)
         for peer in group.others:
             if self._posted.stamp_of(peer, value) != stamp:
-                raise group.accord.differ(peer, COLLECTIVES)
+                raise group.consistency.differ(peer, COLLECTIVES)
         box = self._to_reduce.popleft()
         box.sums = []
         for lane in box.mine:
