@@ -79,8 +79,8 @@ class RunDisplay:
             except ValueError as problem:
                 screen.say(f"no page: {problem}; the run goes on")
         if show.bell is not None:
-            steps_taken = f"port {config.dashboard} is steps_taken; " if show.bell.moved else ""
-            screen.say(f"{steps_taken}page {show.bell.address(record.name)}")
+            taken = f"port {config.dashboard} is taken; " if show.bell.moved else ""
+            screen.say(f"{taken}page {show.bell.address(record.name)}")
         return show
 
     def watch(self, service: CoordinatorService) -> None:
@@ -111,7 +111,7 @@ class RunDisplay:
             self._screen.say(f"{problem}; the run goes on without it")
 
     def tick(self, now: float, desk: ValueSource, awaited: Callable[[], str]) -> None:
-        """`awaited` says what a run waits for that has not steps_taken a step yet."""
+        """`awaited` says what a run waits for that has not taken a step yet."""
         due = self.due
         if due is None or now < due:
             return
