@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from hora.terminal import bench_table
+from hora_benchmarks.bench import bench_table
 
 HORA = [sys.executable, "-m", "hora.cli.main"]
 

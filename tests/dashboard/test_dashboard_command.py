@@ -60,7 +60,7 @@ def test_dashboard_prints_its_address_moves_from_a_taken_port_and_ends_well(tmp_
             line = process.stdout.readline()
             match = re.search(r"http://127\.0\.0\.1:(\d+)/", line)
             assert match is not None and int(match[1]) > port and "2 runs" in line
-            assert process.stderr.readline() == f"port {port} is taken, so this is port {match[1]}\n"
+            assert process.stderr.readline() == f"port {port} is taken; using port {match[1]}\n"
             told = get(int(match[1]), "/api/runs", host="trainer.example:80")[1]
             assert {run["name"] for run in told["runs"]} == {"old", "mine"}
             assert get(int(match[1]), "/api/runs", host="other.example")[0] == 403

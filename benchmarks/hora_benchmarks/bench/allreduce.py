@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 
-from hora.net.machine import num_cores
-from hora.terminal import bench_table
+from hora.net.machine import machine_text, num_cores
+from hora_benchmarks.bench import bench_table
 
 from . import peers
 
@@ -46,7 +46,7 @@ def main(
     title = f"all-reduce of float32, {ranks} ranks, one thread each"
     bench_table.print_times(rows, title)
     bench_table.print_ratios(rows, OURS, PEERS)
-    print(bench_table.machine_text())
+    print(machine_text())
     print(f"MPI: {mpi or 'not installed (mpirun and mpi4py)'}; Gloo ran over TCP with {congestion_control()}")
     hops = {bench_table.size_text(row["bytes"]): row["core_to_core_ns"] for row in rows}
     print("a flag from core to core took, in ns, as Python sees it, before each size:", hops)

@@ -20,10 +20,9 @@ from collections.abc import Callable, Sequence
 
 from hora import strategies
 from hora.launch.launched import ending_on_signals
-from hora.net.machine import num_cores
+from hora.net.machine import machine_text, num_cores
 from hora.runs import exit_codes
-from hora.terminal import bench_table
-from hora.terminal.bench_table import Row
+from hora_benchmarks.bench.bench_table import Row
 
 from . import hosts_mpi, hosts_table, limits, links, peers
 from .hosts_turns import Entry, take
@@ -114,7 +113,7 @@ def main(
             rows += found
             failures += failed
             hosts_table.print_rows(found)
-    print(bench_table.machine_text())
+    print(machine_text())
     print(f"MPI: {peers.mpi_version() or 'left out: mpirun and mpi4py are not both installed'}; {LINKS_TEXT}")
     if json_path:
         pathlib.Path(json_path).write_text("".join(json.dumps(row) + "\n" for row in rows))

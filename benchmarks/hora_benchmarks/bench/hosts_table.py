@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hora.terminal.bench_table import Row, size_text, time_text
+from hora_benchmarks.bench.bench_table import Row, size_text, time_text
 
 WIDTH = 132
 OF_LIMIT = 0.94  # what an all-reduce with one rank on each host is to reach of the links

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from hora.terminal.bench_table import Row
+from hora_benchmarks.bench.bench_table import Row
 
 from .ps_crew import Answer, Crew
 from .train import duration_text

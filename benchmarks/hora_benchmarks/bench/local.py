@@ -19,10 +19,10 @@ from typing import Any
 
 from hora import strategies
 from hora.launch.launched import ending_on_signals
+from hora.net.machine import machine_text
 from hora.runs import exit_codes
 from hora.strategies.local.config import RoundStrategy
-from hora.terminal import bench_table
-from hora.terminal.bench_table import Row
+from hora_benchmarks.bench.bench_table import Row
 
 from . import links, local_table
 from .models import WORKLOADS
@@ -108,11 +108,11 @@ def main(
         if found:
             title = f"{model}, {size} workers over links of {rate}, {repeats} repeat{'s' if repeats > 1 else ''}"
             local_table.print_rates(found, title, where.note)
-    print(bench_table.machine_text())
+    print(machine_text())
     if json_path:
         pathlib.Path(json_path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if plot_path and rows:
-        missing = local_table.plot_rates(rows, f"{model}, {size} workers\n{bench_table.machine_text()}", plot_path)
+        missing = local_table.plot_rates(rows, f"{model}, {size} workers\n{machine_text()}", plot_path)
         if missing:
             print(f"no plot: {missing}", file=sys.stderr)
     for failure in failures:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from hora.terminal.bench_table import Row
+from hora_benchmarks.bench.bench_table import Row
 
 WIDTH = 106  # beside the names
 BASE = "ring"

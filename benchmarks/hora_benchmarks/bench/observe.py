@@ -60,9 +60,9 @@ def main(ranks: int, models: list[str], rounds: int | None, records: int | None,
     rows.append(memory)
     kept = ", ".join(f"{mb:.1f} MB after {int(number):,}" for number, mb in memory["rss_mb"].items())
     print(f"memory of the watcher's process: {kept} records ({memory['records_per_s']:,.0f} records/s)")
-    from hora.terminal import bench_table
+    from hora.net.machine import machine_text
 
-    print(bench_table.machine_text())
+    print(machine_text())
     if json_path:
         pathlib.Path(json_path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     for failure in failures:

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from hora.launch.launched import ending_on_signals
+from hora.net.machine import machine_text
 from hora.runs import exit_codes
-from hora.terminal import bench_table
-from hora.terminal.bench_table import Row
+from hora_benchmarks.bench.bench_table import Row
 
 from . import ps_copy, ps_peers, ps_table
 from .ps_crew import Contestant, Result
@@ -61,7 +61,7 @@ def main(
     if rows:
         ps_table.print_rates(rows, title)
         ps_table.print_ratios(rows, our_names, peers)
-    print(bench_table.machine_text())
+    print(machine_text())
     for note in notes:
         print(note)
     if json_path:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from hora.terminal.bench_table import Row, time_text
+from hora_benchmarks.bench.bench_table import Row, time_text
 
 from .ps_copy import NAME as LIMIT
 from .ps_crew import Result

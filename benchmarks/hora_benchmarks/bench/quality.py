@@ -94,11 +94,11 @@ def main(
                 rows.append(measure(task, strategy, size, lr, steps, those))
             except RuntimeError as error:
                 failures.append(f"{task} under {error}")
-    from hora.terminal import bench_table
+    from hora.net.machine import machine_text
 
     for task in tasks:
         _print([row for row in rows if row.task == task])
-    print(bench_table.machine_text())
+    print(machine_text())
     if json_path:
         lines = [json.dumps({"name": "quality", **dataclasses.asdict(row)}) for row in rows]
         pathlib.Path(json_path).write_text("".join(f"{line}\n" for line in lines))

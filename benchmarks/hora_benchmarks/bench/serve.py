@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from hora.terminal.bench_table import Row, machine_text
+from hora.net.machine import machine_text
+from hora_benchmarks.bench.bench_table import Row
 
 from .serve_client import Clients, Reply, Request, binary, plain
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hora.launch.launched import ending_on_signals
-from hora.net.machine import num_cores
+from hora.net.machine import machine_text, num_cores
 from hora.runs import exit_codes
 
 from .train_conductor import LEAVE_S, Answer, Conductor, Contestant
@@ -77,18 +77,17 @@ def main(
 ) -> int:
     """Measures, prints the tables, writes JSON lines and the plot; returns the exit code."""
     rows, failures = measure(those, model, steps, rounds)
-    from hora.terminal import bench_table
 
-    from . import train_table  # they load torch, which nobody should wait for before the contestants start
+    from . import train_table  # loads torch: after the contestants were started
 
     title = f"training step of {model}, one thread per rank, {rounds} rounds of {steps} steps"
     train_table.print_steps(rows, title)
     train_table.print_overheads(rows)
-    print(bench_table.machine_text())
+    print(machine_text())
     if json_path:
         pathlib.Path(json_path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if plot_path and rows:
-        missing = train_table.plot_steps(rows, f"{title}\n{bench_table.machine_text()}", plot_path)
+        missing = train_table.plot_steps(rows, f"{title}\n{machine_text()}", plot_path)
         if missing:
             print(f"no plot: {missing}", file=sys.stderr)
     for failure in failures:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
-from hora.terminal.bench_table import Row, time_text
+from hora_benchmarks.bench.bench_table import Row, time_text
 
 WIDTH = 120
 PEERS = ("single", "single/kept", "independent", "independent/kept", "ddp/gloo")

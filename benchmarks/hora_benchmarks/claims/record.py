@@ -51,8 +51,7 @@ def measured(
     claim: str, command: str, rows: Sequence[Row], seconds: float, *, commit: str = UNKNOWN, quick: bool = False
 ) -> Record:
     """The record of what was measured just now, on this machine."""
-    from hora.net.machine import num_cores
-    from hora.terminal.bench_table import machine_text
+    from hora.net.machine import machine_text, num_cores
 
     return Record(
         claim=claim,

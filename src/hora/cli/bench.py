@@ -1,11 +1,11 @@
-"""`hora bench`: `start` is always there; the other benchmarks come with hora_benchmarks."""
+"""`hora bench`: the group of benchmarks. `start` is part of the package; the others come with hora_benchmarks."""
 
 from __future__ import annotations
 
 import click
 
 from . import plugins
-from .options import PositiveInt
+from .bench_start import start
 
 
 class BenchGroup(click.Group):
@@ -46,22 +46,4 @@ def bench(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-@bench.command()
-@click.option("--ranks", default="2,8,32", metavar="LIST", help="Numbers of ranks. E.g. --ranks 2,8. Default: 2,8,32.")
-@click.option("--repeats", type=PositiveInt(), default=5, help="Repeats of each. E.g. --repeats 9. Default: 5.")
-@click.option("--json", "json_path", metavar="FILE", help="Also write results as JSON lines. E.g. --json out.jsonl.")
-def start(ranks: str, repeats: int, json_path: str | None) -> int:
-    """Time to start and end ranks, against python and torchrun; and their memory.
-
-    \b
-      hora bench start --ranks 2,8
-    """
-    from . import bench_start
-
-    sizes = [int(part) if part.strip().isdecimal() else 0 for part in ranks.split(",")]
-    if not all(sizes):
-        raise click.UsageError(f"--ranks takes whole numbers of at least 1, not {ranks!r}; e.g. --ranks 2,8")
-    try:
-        return bench_start.main(sizes, repeats, json_path)
-    except RuntimeError as error:
-        raise click.ClickException(str(error)) from None
+bench.add_command(start)

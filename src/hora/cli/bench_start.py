@@ -1,6 +1,6 @@
-"""`hora bench start`: how long it takes to start and end ranks that only call `hora.init()`, and what memory they hold.
+"""`hora bench start`: time to start and end ranks that only call `hora.init()`, and their private memory.
 
-Everything runs the same two lines: `python`, torchrun, and `hora run`, in turn, so that a busy moment hits all alike.
+`python`, torchrun and `hora run` start the same two lines in turn, so that other load on the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import click
 
-from ..terminal.bench_table import Row, machine_text
+from ..net.machine import machine_text
+from .options import PositiveInt
 
-SIZES = (2, 8, 32)
-TORCHRUN_MOST = 8  # ranks; beyond it takes minutes
-MEMORY_SIZE = 8
-LIMIT_S = 300.0
+TORCHRUN_MAX = 8  # ranks; more take minutes
+MEMORY_RANKS = 8
+TIMEOUT_S = 300.0
 
 START = "import torch, hora\n\nhora.init()\n"
 MEMORY = """import torch, hora
@@ -33,48 +33,55 @@ job = hora.init()
 hora.barrier()
 with open("/proc/self/smaps_rollup") as rollup:
     held = sum(int(line.split()[1]) for line in rollup if line.startswith("Private_"))
-hora.barrier()  # nobody has ended: what all share, all still share
+hora.barrier()  # pages are private once the process that shares them has ended
 print("private kB:", held, flush=True)
 """
 
+Row = dict[str, Any]
 
-def main(sizes: Sequence[int], repeats: int, json_path: str | None) -> int:
-    """Measures, prints a table and, if asked to, writes the rows; 1 if a command failed, else 0."""
+
+@click.command()
+@click.option("--ranks", default="2,8,32", metavar="LIST", help="Numbers of ranks. E.g. --ranks 2,8. Default: 2,8,32.")
+@click.option("--repeats", type=PositiveInt(), default=5, help="Repeats of each. E.g. --repeats 9. Default: 5.")
+@click.option("--json", "json_path", metavar="FILE", help="Also write results as JSON lines. E.g. --json out.jsonl.")
+def start(ranks: str, repeats: int, json_path: str | None) -> int:
+    """Time to start and end ranks, against python and torchrun; and their memory.
+
+    \b
+      hora bench start --ranks 2,8
+    """
+    sizes = [int(part) if part.strip().isdecimal() else 0 for part in ranks.split(",")]
+    if not all(sizes):
+        raise click.UsageError(f"--ranks takes whole numbers of at least 1, not {ranks!r}; e.g. --ranks 2,8")
     with tempfile.TemporaryDirectory(prefix="hora-start-") as folder:
-        rows = times(pathlib.Path(folder), sizes, repeats) + memory(pathlib.Path(folder))
+        rows = measure_times(pathlib.Path(folder), sizes, repeats) + measure_memory(pathlib.Path(folder))
     if json_path is not None:
         pathlib.Path(json_path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    show(rows)
+    print_rows(rows)
     return 0
-
-
-def commands(script: str, sizes: Sequence[int]) -> dict[tuple[str, int], list[str]]:
-    """By name and number of ranks. What `hora run` keeps of a run goes where the script is."""
-    python = [sys.executable, script]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    found = {("python", 1): python}
-    for size in sizes:
-        found["hora run", size] = [*_hora(size, script), script]
-        if size <= TORCHRUN_MOST:
-            found["torchrun", size] = [*torchrun, str(size), script]
-    return found
 
 
 def _hora(size: int, script: str, *options: str) -> list[str]:
     where = ["--run-dir", f"{script}-{size}-{time.monotonic_ns()}", "--dashboard", "off"]
-    return [sys.executable, "-m", "hora.cli.main", "run", "-n", str(size), *where, *options]
+    return [sys.executable, "-m", "hora.cli.main", "run", "-n", str(size), *where, *options, script]
 
 
-def times(folder: pathlib.Path, sizes: Sequence[int], repeats: int, say: Callable[[str], None] = print) -> list[Row]:
-    script = folder / "start.py"
-    script.write_text(START)
+def measure_times(folder: pathlib.Path, sizes: Sequence[int], repeats: int) -> list[Row]:
+    script = str(folder / "start.py")
+    pathlib.Path(script).write_text(START)
     seconds: dict[tuple[str, int], list[float]] = {}
-    for turn in range(repeats):
-        for what, command in commands(str(script), sizes).items():
+    for repeat in range(repeats):
+        commands = {("python", 1): [sys.executable, script]}
+        for size in sizes:
+            commands["hora run", size] = _hora(size, script)
+            if size <= TORCHRUN_MAX:
+                torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), script]
+                commands["torchrun", size] = torchrun
+        for key, command in commands.items():
             begin = time.perf_counter()
             _run(command)
-            seconds.setdefault(what, []).append(time.perf_counter() - begin)
-        say(f"round {turn + 1} of {repeats}")
+            seconds.setdefault(key, []).append(time.perf_counter() - begin)
+        print(f"round {repeat + 1} of {repeats}")
     python = statistics.median(seconds["python", 1])
     return [
         {"kind": "start", "name": name, "ranks": size, "seconds": each, "median_s": statistics.median(each),
@@ -83,28 +90,33 @@ def times(folder: pathlib.Path, sizes: Sequence[int], repeats: int, say: Callabl
     ]  # fmt: skip
 
 
-def memory(folder: pathlib.Path, size: int = MEMORY_SIZE) -> list[Row]:
-    """What each rank holds that no other process shares, after `hora.init()`."""
+def measure_memory(folder: pathlib.Path, size: int = MEMORY_RANKS) -> list[Row]:
+    """Memory of each rank that no other process shares, after `hora.init()`."""
     if not os.path.exists("/proc/self/smaps_rollup"):
         return []
     script = folder / "memory.py"
     script.write_text(MEMORY)
     rows: list[Row] = []
-    for name, options in (("hora run", ()), ("hora run --no-fork", ("--no-fork",))):
-        said = _run([*_hora(size, str(script), *options), str(script)])
-        held = [int(number) * 1024 for number in re.findall(r"private kB: (\d+)", said)]
-        rows.append({"kind": "memory", "name": name, "ranks": size, "private_bytes": held})
+    for options in ((), ("--no-fork",)):
+        private = re.findall(r"private kB: (\d+)", _run(_hora(size, str(script), *options)))
+        held = [int(number) * 1024 for number in private]
+        rows.append({"kind": "memory", "name": " ".join(("hora run", *options)), "ranks": size, "private_bytes": held})
     return rows
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+        raise click.ClickException(
+            f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}"
+        )
     return done.stdout
 
 
-def show(rows: list[Row]) -> None:
+def print_rows(rows: list[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(width=100, highlight=False)
     table = Table(title=f"start and end of ranks that call hora.init()\n{machine_text()}", title_justify="left")
     table.add_column("command")

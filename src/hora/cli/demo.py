@@ -1,8 +1,7 @@
-"""`hora demo`: the handwritten digits, learnt by one worker and then by several under every strategy, side by side.
+"""`hora demo`: a small net learns handwritten digits with one worker, then with several under every strategy.
 
-Every run goes through the real launcher; its workers are this module, `python -m hora.cli.demo RESULT EPOCHS SLOWNESS`.
-The global batch is the same everywhere, so that all runs that step together must end with the same model, up to
-rounding.
+Every run uses the real launcher; its workers run this module, `python -m hora.cli.demo RESULT EPOCHS SLOWNESS`. The
+global batch is the same everywhere, so all synchronous runs must end with the same model, up to rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 STRATEGIES = ("auto", "shared", "shared:update=sharded", "ring", "halving", "tree", "star", "engine")
 SERVED = ("ps", "ps:mode=ssp,staleness=2", "ps:mode=async,sync_every=8", "ps:mode=async")
 LOCAL = ("local:every=8", "local:every=8,pace=time", "diloco:every=32")
-UNEVEN = (  # with a worker that is slower than the others
+UNEVEN = (  # also run with a straggler
     "ring", "ps:mode=ssp,staleness=2", "ps:mode=async", "local:every=8", "local:every=8,pace=time",
 )  # fmt: skip
 SLOWNESS = 4
@@ -39,16 +38,16 @@ GLOBAL_BATCH = 60
 LEARNING_RATE = 2e-3
 SHOW_EVERY = 10  # steps
 UNKNOWN = "–"
-POSSIBLE = 1.05  # of the ideal, as precisely as so short a run can be measured
+MAX_REACHED = 1.05  # of the ideal; above it the even run was disturbed
 WIDTH = 100
 WORKER = ("-m", "hora.cli.demo")
 
 Result = dict[str, Any]
-Show = Callable[[int, int], None]  # steps done, of how many
+Progress = Callable[[int, int], None]  # steps done, total
 
 
 def main(epochs: int = EPOCHS) -> int:
-    """Runs all, shows a bar or a line for each and a table at the end; 1 if a run failed, else 0."""
+    """Runs every strategy with a progress bar or line each, and prints tables at the end; 1 if a run failed, else 0."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
@@ -57,17 +56,17 @@ def main(epochs: int = EPOCHS) -> int:
     runs += [(strategy, workers, SLOWNESS) for strategy in UNEVEN]
     console.print(
         f"A small convolutional net learns 1,500 handwritten digits, {epochs} epochs each time:\n"
-        f"with 1 worker, then with {workers} under each strategy; at last with one of them {SLOWNESS} times slower.\n"
+        f"with 1 worker, then with {workers} under each strategy; finally with one of them {SLOWNESS} times slower.\n"
     )
     results: list[Result] = []
     failures: list[str] = []
-    with ending_on_signals(), _showing(console) as showing:
+    with ending_on_signals(), _progress_display(console) as display:
         for strategy, size, slowness in runs:
             what = f"{size} worker{'s' if size > 1 else ''}" if slowness == 1 else f"one {slowness}x slower"
-            with showing(f"{strategy}, {what}") as show:
+            with display(f"{strategy}, {what}") as progress:
                 length = epochs if slowness == 1 else min(epochs, UNEVEN_EPOCHS)
                 try:
-                    results.append(_run(strategy, size, length, slowness, show))
+                    results.append(_run(strategy, size, length, slowness, progress))
                 except RuntimeError as error:
                     failures.append(str(error))
     if results:
@@ -90,46 +89,42 @@ def demo() -> int:
 
 
 @contextlib.contextmanager
-def _showing(console: Console) -> Iterator[Callable[[str], contextlib.AbstractContextManager[Show]]]:
-    """How a run is shown while it goes on: a bar on a terminal, elsewhere a line when it has ended."""
+def _progress_display(console: Console) -> Iterator[Callable[[str], contextlib.AbstractContextManager[Progress]]]:
+    """A bar for each run on a terminal, elsewhere a line when it has ended."""
     if not sys.stdout.isatty():
         yield _line
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich import progress
 
     @contextlib.contextmanager
-    def bar(name: str) -> Iterator[Show]:
-        task = progress.add_task(f"{name:<{len('ps:mode=async,sync_every=8, 2 workers')}}", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-        progress.stop_task(task)
+    def bar(name: str) -> Iterator[Progress]:
+        task = bars.add_task(f"{name:<{len('ps:mode=async,sync_every=8, 2 workers')}}", total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+        bars.stop_task(task)
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    steps = (progress.MofNCompleteColumn(), progress.TextColumn("steps"), progress.TimeElapsedColumn())
+    description = progress.TextColumn("{task.description}")
+    with progress.Progress(description, progress.BarColumn(), *steps, console=console) as bars:
         yield bar
 
 
 @contextlib.contextmanager
-def _line(name: str) -> Iterator[Show]:
-    begin, steps = time.monotonic(), 0
-
-    def show(done: int, total: int) -> None:
-        nonlocal steps
-        steps = done
-
-    yield show
-    print(f"{name}: {steps} steps in {time.monotonic() - begin:.1f} s", flush=True)
+def _line(name: str) -> Iterator[Progress]:
+    begin, steps = time.monotonic(), [0]
+    yield lambda done, total: steps.append(done)
+    print(f"{name}: {steps[-1]} steps in {time.monotonic() - begin:.1f} s", flush=True)
 
 
-def _run(strategy: str, size: int, epochs: int, slowness: int, show: Show) -> Result:
-    """One run through the launcher. RuntimeError if it fails."""
+def _run(strategy: str, size: int, epochs: int, slowness: int, progress: Progress) -> Result:
+    """One run through the launcher. Raises RuntimeError if it fails."""
 
-    def hear(line: str) -> bool:
+    def on_line(line: str) -> bool:
         steps = re.fullmatch(r"\[0\] step (\d+) of (\d+)\n", line)
         if steps:
-            show(int(steps[1]), int(steps[2]))
+            progress(int(steps[1]), int(steps[2]))
         return steps is not None
 
-    result = launched(WORKER, epochs, slowness, size=size, strategy=strategy, hear=hear)
+    result = launched(WORKER, epochs, slowness, size=size, strategy=strategy, hear=on_line)
     return {**result, "strategy": strategy}
 
 
@@ -138,11 +133,8 @@ def _print_results(results: list[Result], console: Console) -> None:
 
     table = Table()
     table.add_column("strategy", no_wrap=True)
-    headings = (
-        "workers", "samples\nper s", "final\nloss", "test\naccuracy", "time\nwaiting", "bytes\nper step",
-        "peak\nmemory",
-    )  # fmt: skip
-    for heading in headings:
+    headings = "workers|samples\nper s|final\nloss|test\naccuracy|time\nwaiting|bytes\nper step|peak\nmemory"
+    for heading in headings.split("|"):
         table.add_column(heading, justify="right")
     for row in results:
         counted = row["workers"] == 1 or row["bytes_per_step"] > 0
@@ -158,12 +150,10 @@ def _print_results(results: list[Result], console: Console) -> None:
         )
     console.print()
     console.print(table)
-    engine = f"; {UNKNOWN} the engine does not count" if any(row["strategy"] == "engine" for row in results) else ""
-    ring = next((row["bytes_per_step"] for row in results if row["strategy"] == "ring"), 0)
-    rare = [
-        f"{row['strategy']} {row['bytes_per_step'] / ring:.0%}" for row in results if row["strategy"] in LOCAL and ring
-    ]
-    against = f"\nbytes against the ring's: {', '.join(rare)}" if rare else ""
+    sent = {row["strategy"]: row["bytes_per_step"] for row in results}
+    engine = f"; {UNKNOWN} the engine does not count" if "engine" in sent else ""
+    ratios = [f"{name} {sent[name] / sent['ring']:.0%}" for name in LOCAL if name in sent and sent.get("ring")]
+    against = f"\nbytes against the ring's: {', '.join(ratios)}" if ratios else ""
     console.print(
         f"time waiting: share of training spent on communication, or waiting for it\nbytes per step: sent by each "
         f"worker, on average{engine}{against}\npeak memory: of a worker\n",
@@ -172,7 +162,7 @@ def _print_results(results: list[Result], console: Console) -> None:
 
 
 def _print_uneven(results: list[Result], console: Console) -> None:
-    """What one slow worker costs: against what all together could do if nobody waited for anybody."""
+    """What one straggler costs, against the sum of all workers' own speeds."""
     from rich.table import Table
 
     even = {row["strategy"]: row["samples_per_s"] for row in results if row["slowness"] == 1 and row["workers"] > 1}
@@ -181,26 +171,25 @@ def _print_uneven(results: list[Result], console: Console) -> None:
         return
     table = Table(title=f"one worker {SLOWNESS} times slower", title_justify="left")
     table.add_column("strategy", overflow="fold")
-    for heading in ("samples\nper s", "all even", "nobody\nwaits", "reached"):
+    for heading in ("samples\nper s", "all even", "without\nwaiting", "reached"):
         table.add_column(heading, justify="right")
     for row in slow:
-        all_even = even.get(row["strategy"])
-        if all_even is None:
+        if (all_even := even.get(row["strategy"])) is None:
             continue
         ideal = all_even * (row["workers"] - 1 + 1 / SLOWNESS) / row["workers"]
         numbers = [f"{value:,.0f}" for value in (row["samples_per_s"], all_even, ideal)]
         reached = row["samples_per_s"] / ideal
-        table.add_row(row["strategy"], *numbers, f"{reached:.0%}" if reached <= POSSIBLE else UNKNOWN)
+        table.add_row(row["strategy"], *numbers, f"{reached:.0%}" if reached <= MAX_REACHED else UNKNOWN)
     console.print(table)
     console.print(
-        "nobody waits: what the fast ones do when all are even, and the slow one its part of it\n"
-        f"reached: {UNKNOWN} where it would be more than possible, since other programs slowed the even run down\n",
+        "without waiting: the fast workers at their speed in the even run, the slow one at its part of it\n"
+        f"reached: {UNKNOWN} where it exceeds 100 %, because other programs slowed the even run down\n",
         style="dim",
     )
 
 
 def worker(path: str, epochs: int, slowness: int) -> None:
-    """What each process does: the loop of any user, and a result at the end."""
+    """One rank: an ordinary training loop; rank 0 writes the result."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -211,7 +200,7 @@ def worker(path: str, epochs: int, slowness: int) -> None:
     job = hora.init()
     torch.manual_seed(0)
     train, test = digits()
-    model = nn.Sequential(  # GroupNorm looks at one sample at a time: one worker and many compute the same
+    model = nn.Sequential(  # GroupNorm, not BatchNorm: results do not depend on how batches are split
         nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(),
         nn.Conv2d(32, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.ReLU(),
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 4 * 4, 10),

@@ -1,4 +1,4 @@
-"""`hora trace`: what a trace file says."""
+"""`hora trace`: where the time of a run went, out of its trace file."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ import click
 from ..monitor import trace_summary
 
 
-@click.command(
-    help="""Say where the time of a run went, out of the file that hora run --trace FILE has written.
-
-\b
-  hora trace run.json
-  hora trace run.json.gz --summary
-"""
-)
+@click.command()
 @click.argument("file", metavar="FILE")
 @click.option(
-    "--summary",
-    is_flag=True,
-    help="In words: what each rank spent its time on, what communication was hidden, who was waited for, e.g. hora "
-    "trace run.json --summary.",
-)
+    "--summary", is_flag=True,
+    help="Print per rank what its time was spent on, how much communication was hidden, and which rank the others "
+    "waited for. E.g. hora trace run.json --summary.",
+)  # fmt: skip
 def trace(file: str, summary: bool) -> None:
+    """Summarise the trace file of hora run --trace FILE.
+
+    \b
+      hora trace run.json
+      hora trace run.json.gz --summary
+    """
     try:
         ranks, problem = trace_summary.read(file)
     except ValueError as error:

@@ -1,10 +1,23 @@
-"""Machine: what this process may use of the machine it runs on. Needs no torch."""
+"""The machine this process runs on: its cores, and a line that describes it. Needs no torch."""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
+from importlib.metadata import version
 
 
 def num_cores() -> int:
     """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_text() -> str:
+    """Processor, cores and versions, in one line."""
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as cpuinfo:
+            found = re.search(r"model name\s*:\s*(.*\S)", cpuinfo.read())
+        model = found[1] if found else model
+    return f"{model}, {num_cores()} cores, Python {platform.python_version()}, torch {version('torch')}"

@@ -1,15 +1,11 @@
-"""What every benchmark shows: a table for the terminal, a plot for people, and where it was measured."""
+"""Tables and plots of times by message size, and the rows that all benchmarks write."""
 
 from __future__ import annotations
 
-import pathlib
-import platform
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-from ..net.machine import num_cores
 
 Row = dict[str, Any]
 STRONG = {"shared/registered": "tab:blue", "auto": "tab:red", "gloo": "tab:orange", "mpi": "tab:green"}
@@ -113,15 +109,3 @@ def plot_times(rows: list[Row], title: str, path: str) -> str | None:
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return None
-
-
-def machine_text() -> str:
-    """Processor, cores and versions, in one line."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = models[0] if models else model
-    from importlib.metadata import version
-
-    return f"{model}, {num_cores()} cores, Python {platform.python_version()}, torch {version('torch')}"
