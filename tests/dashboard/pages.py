@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hora.dashboard.app import make_app
-from hora.dashboard.runs import StoredRuns
+from hora.dashboard.catalogue import RunCatalogue
 from hora.http.listening import listen
 from hora.http.server import HttpServer
 
@@ -108,7 +108,7 @@ def shown(home: pathlib.Path, send_bytes: int = 0, port: int = 0, **others: str)
     listener = listen("127.0.0.1", port)
     if send_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
-    server = HttpServer(make_app(StoredRuns(str(home), others), allowed_hosts=["Trainer.Example"]), listener=listener)
+    server = HttpServer(make_app(RunCatalogue(str(home), others), allowed_hosts=["Trainer.Example"]), listener=listener)
     thread = threading.Thread(target=server.run, args=(over.is_set,))
     thread.start()
     try:

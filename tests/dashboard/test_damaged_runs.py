@@ -16,7 +16,7 @@ from stories import Story
 
 from hora.dashboard import catalogue
 from hora.runs import json_file, run_directory
-from hora.runs.run_directory import DATABASE
+from hora.runs.run_directory import DATABASE, RunRecord
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_whatever_a_line_raises_is_its_problem(home: pathlib.Path, page: Page, m
     (home / "odd" / "run.json").write_text('{"name": "odd"}')
     line = catalogue._line
 
-    def failing(run: catalogue.StoredRun) -> dict[str, object]:
+    def failing(run: RunRecord) -> dict[str, object]:
         if run.name == "odd":
             raise KeyError("\udce9")
         return line(run)

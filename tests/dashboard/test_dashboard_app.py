@@ -353,7 +353,7 @@ def test_large_answers_that_nobody_takes_are_bounded(
 
 
 def test_no_torch_is_imported() -> None:
-    modules = "hora.dashboard.app, hora.dashboard.serving, hora.cli.dashboard, hora.dashboard.__main__"
+    modules = "hora.dashboard.app, hora.cli.dashboard, hora.dashboard.__main__"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.stdout.strip() == "False", done.stderr

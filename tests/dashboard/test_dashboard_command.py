@@ -134,7 +134,7 @@ def test_what_is_no_socket_is_named(tmp_path: pathlib.Path) -> None:
         [sys.executable, "-m", "hora.dashboard", "--fd", "99", "--home", str(tmp_path)], capture_output=True, text=True,
         timeout=50, stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    assert done.returncode == 2 and "--fd 99 is no socket" in done.stderr
+    assert done.returncode == 2 and "--fd 99 is not a socket" in done.stderr
 
 
 def test_who_watches_sees_the_end_though_the_page_ends_with_the_launcher(tmp_path: pathlib.Path) -> None:

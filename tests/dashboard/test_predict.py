@@ -1,4 +1,4 @@
-"""The box that asks the run's predictor: only whom the run's memory names, and only on this machine."""
+"""The box that asks the run's predictor: only the one that the run database names, and only on this machine."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_a_predictor_that_is_gone_is_named(tmp_path: pathlib.Path) -> None:
                                    "http://127.0.0.1:x", "http://[::1", "http://2130706433:80",
                                    "http://169.254.169.254:80"])  # fmt: skip
 def test_a_memory_sends_nobody_elsewhere(where: str) -> None:
-    with pytest.raises(HttpError, match="none of this machine"):
-        predict._place(where)
+    with pytest.raises(HttpError, match="not on this machine"):
+        predict._host_and_port(where)
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_a_memory_sends_nobody_elsewhere(where: str) -> None:
      ("http://[::1]:8000", ("::1", 8000)), ("http://localhost:8000/", ("localhost", 8000))],
 )  # fmt: skip
 def test_this_machine_may_be_asked(where: str, place: tuple[str, int]) -> None:
-    assert predict._place(where) == place
+    assert predict._host_and_port(where) == place

@@ -10,7 +10,7 @@ from pages import shown
 from stories import Story
 
 from hora.dashboard import prometheus
-from hora.dashboard.runs import StoredRuns
+from hora.dashboard.catalogue import RunCatalogue
 from hora.monitor.status import RunStatus
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
@@ -50,7 +50,7 @@ def test_a_live_run_tells_its_numbers(tmp_path: pathlib.Path) -> None:
 
 def test_ended_runs_are_left_out(tmp_path: pathlib.Path) -> None:
     Story(tmp_path, "one").end()
-    assert parsed(prometheus.text(StoredRuns(str(tmp_path)))) == {}
+    assert parsed(prometheus.text(RunCatalogue(str(tmp_path)))) == {}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_names_are_escaped(tmp_path: pathlib.Path, name: str) -> None:
     story = Story(tmp_path, "one", size=1)
     story.board.on_event(name, "somebody", "something", 0.0)
     story.go(4, values={name: 2.5})
-    found = parsed(prometheus.text(StoredRuns(str(tmp_path))))
+    found = parsed(prometheus.text(RunCatalogue(str(tmp_path))))
     story.end()
     kept = story.board.status(0.0).values
     assert [dict(labels)["name"] for labels in found["hora_value"]] == [*kept] and len(kept) == 1

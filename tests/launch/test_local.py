@@ -273,7 +273,7 @@ def test_a_run_directory_that_cannot_be_written_costs_one_warning(launcher: Laun
     done = launcher.run("run", "--run-dir", tmp_path / "file" / "run", "hello.py")
     assert done.returncode == exit_codes.OK
     assert [line for line in done.stderr.splitlines() if line.startswith("hora: ")] == [
-        f"hora: the run directory {tmp_path}/file/run cannot be written: Not a directory; the run goes on without it"
+        f"hora: the run directory {tmp_path}/file/run cannot be written: Not a directory; the run continues without it"
     ]
 
 
@@ -281,7 +281,7 @@ def test_two_live_runs_cannot_have_one_name(launcher: Launcher) -> None:
     process = launcher.start("run", "--name", "taken", "wait.py")
     read_until(process, "ready")
     second = launcher.run("run", "--name", "taken", "hello.py")
-    assert second.returncode == exit_codes.USAGE and "a run is going on" in second.stderr
+    assert second.returncode == exit_codes.USAGE and "a run is live" in second.stderr
     assert (launcher.state / "hora" / "runs" / "taken" / "control").exists()
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)

@@ -313,8 +313,8 @@ def test_a_full_disk_is_told_once_and_what_was_written_stays(small_disk: pathlib
         memory.write(board)
     memory.close()
     [warning] = warnings
-    assert warning.startswith(f"the run's memory {path} cannot be written: ")
-    assert "full" in warning and warning.endswith("; the run goes on without it")
+    assert warning.startswith(f"the run database {path} cannot be written: ")
+    assert "full" in warning and warning.endswith("; the run continues without it")
     reading = RunReader(path)
     assert 0 < reading.version() < 200
     assert sum(point[-1] for point in reading.curves()[1]["value/loss"]["points"]) == 10 * reading.version()
@@ -389,12 +389,12 @@ def test_another_versions_memory_is_refused_and_left_alone(path: str) -> None:
 def test_what_is_no_memory_is_refused_and_left_alone(path: str) -> None:
     old_memory(path, SCHEMA, application=0)
     for make in (RunReader, lambda path: RunDatabase(path, no_warning)):
-        with pytest.raises(ValueError, match="is no memory of a run"):
+        with pytest.raises(ValueError, match="is not a Hora run database"):
             make(path)
     pathlib.Path(path).write_text("my diary" * 100)
     with pytest.raises(ValueError, match="not a database"):
         RunReader(path)
-    with pytest.raises(ValueError, match="is no memory of a run"):
+    with pytest.raises(ValueError, match="is not a Hora run database"):
         RunDatabase(path, no_warning)
     assert pathlib.Path(path).read_text() == "my diary" * 100
 
@@ -412,7 +412,7 @@ def test_an_empty_file_is_replaced_and_a_link_is_not_followed(tmp_path: pathlib.
 
 
 def test_a_memory_that_is_not_there_or_damaged_is_said_so(tmp_path: pathlib.Path, path: str) -> None:
-    with pytest.raises(ValueError, match="there is no memory of a run"):
+    with pytest.raises(ValueError, match="there is no run database"):
         RunReader(path)
     memory, board = RunDatabase(path, no_warning), RunState()
     train(board, 1, 300)
@@ -439,7 +439,7 @@ def test_what_holds_more_than_our_tables_is_refused(path: str, added: str) -> No
     assert RunReader(path).version() == 0
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.executescript(added)
-    with pytest.raises(ValueError, match="is no memory of a run"):
+    with pytest.raises(ValueError, match="is not a Hora run database"):
         RunReader(path)
 
 

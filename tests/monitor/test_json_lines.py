@@ -84,7 +84,7 @@ def test_a_full_disk_is_told_once_and_leaves_whole_lines(
     for step in range(10):
         lines.write([logged(step, loss=1.0)])
     monkeypatch.undo()
-    assert warnings == [f"{path} cannot be written: No space left on device; the run goes on without it"]
+    assert warnings == [f"{path} cannot be written: No space left on device; the run continues without it"]
     assert [line["step"] for line in read(path)] == list(range(len(read(path)))) and 1 <= len(read(path)) < 10
     assert path.read_text().endswith("}\n")
 

@@ -225,7 +225,7 @@ def test_a_directory_that_cannot_be_written_costs_one_warning(
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
     [warning] = said.warnings
-    assert "Read-only file system; the run goes on without it" in warning
+    assert "Read-only file system; the run continues without it" in warning
     assert os.listdir(tmp_path) == ["precious"] and not os.path.exists(watcher.directory)
 
 
@@ -270,7 +270,7 @@ def test_a_disk_that_fills_up_costs_one_warning(
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
     [warning] = said.warnings
-    assert warning.endswith("the run goes on without it")
+    assert warning.endswith("the run continues without it")
 
 
 def test_a_disk_that_hangs_holds_nobody_up(

@@ -115,7 +115,7 @@ def test_a_disk_that_fails_is_told_once(tmp_path: pathlib.Path) -> None:
     for step in (1, 2):
         board.on_report(worker(0), work(step, rows=[row(step, loss=1.0)]), 1.0)
         write(board, files)
-    assert len(warnings) == 1 and "the run goes on without it" in warnings[0]
+    assert len(warnings) == 1 and "the run continues without it" in warnings[0]
 
 
 @needs_package

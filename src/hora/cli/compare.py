@@ -12,7 +12,7 @@ import click
 
 from ..errors import did_you_mean
 from ..runs import exit_codes, run_directory
-from ..runs.digest import digest, reading
+from ..runs.digest import digest
 from ..runs.run_directory import RunRecord
 from ..terminal.format import duration, harmless, number, rate, table
 from .runs import digest_cells
@@ -119,11 +119,11 @@ class Comparison:
     def _read(self, label: str, found: RunRecord) -> dict[str, Any]:
         """The run's logged values as curves, by name."""
         try:
-            with reading(found) as reader:
-                if reader is None:
-                    self.notes.append(f"{label} has no run database, so no curves: {found.path}")
-                    return {}
-                _, known = reader.curves()
+            reader = found.reader()
+            if reader is None:
+                self.notes.append(f"{label} has no run database, so no curves: {found.path}")
+                return {}
+            _, known = reader.curves()
         except ValueError as problem:
             self.notes.append(f"{label} has no curves to show: {problem}")
             return {}

@@ -36,7 +36,7 @@ def dashboard(port: str, run_dirs: tuple[str, ...], host_names: tuple[str, ...])
       hora dashboard --port 0.0.0.0:9000 --host-name trainer.example
       hora dashboard --run-dir /data/runs/mnist-3
     """
-    from ..dashboard.runs import StoredRuns, named
+    from ..dashboard.catalogue import RunCatalogue, name_of
     from ..http.listening import listen_near, parse_address
     from ..runs import run_directory
 
@@ -44,19 +44,19 @@ def dashboard(port: str, run_dirs: tuple[str, ...], host_names: tuple[str, ...])
         host, wanted = parse_address(port, "--port")
         others: dict[str, str] = {}
         for directory in run_dirs:
-            if named(directory) in others:
-                raise ValueError(f"two runs are called {named(directory)!r}; start another dashboard for {directory}")
-            others[named(directory)] = os.path.abspath(directory)
+            if name_of(directory) in others:
+                raise ValueError(f"two runs are called {name_of(directory)!r}; start another dashboard for {directory}")
+            others[name_of(directory)] = os.path.abspath(directory)
         listener = listen_near(host, wanted)
     except ValueError as problem:
         raise click.UsageError(str(problem)) from None
-    from ..dashboard.serving import serve
+    from ..dashboard.app import serve
 
     number = listener.getsockname()[1]
     if wanted and number != wanted:
         click.echo(f"port {wanted} is taken; using port {number}", err=True)
     home = run_directory.home()
     shown = f"[{host}]" if ":" in host else host
-    count = len(StoredRuns(home, others).all())
+    count = len(RunCatalogue(home, others).all())
     click.echo(f"{count} {'run' if count == 1 else 'runs'} of {home} on http://{shown}:{number}/ (Ctrl-C stops it)")
     serve(listener, home=home, others=others, host_names=host_names)

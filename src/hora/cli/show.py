@@ -14,7 +14,8 @@ import msgspec
 
 from ..errors import HoraError
 from ..runs import exit_codes, run_directory
-from ..runs.digest import digest, jsonable, reading
+from ..runs.digest import digest
+from ..runs.json_file import jsonable
 from ..runs.run_directory import RunRecord
 from ..runs.summary import single_worker_speed, steps_taken, summary_lines
 from ..terminal.format import happening, harmless, size
@@ -128,16 +129,15 @@ def _event(event: dict[str, Any]) -> str:
 def _events(found: RunRecord) -> tuple[list[dict[str, Any]], str]:
     """The last events of the run; and why there are none, if its database cannot be read."""
     try:
-        with reading(found) as reader:
-            events = list(reader.events())[-EVENTS:] if reader is not None else []
+        reader = found.reader()
+        events = reader.events()[-EVENTS:] if reader is not None else []
     except ValueError as problem:
         return [], str(problem)
     return [msgspec.to_builtins(event) for event in events], ""
 
 
 def _database(found: RunRecord) -> str | None:
-    path = os.path.join(found.path, run_directory.DATABASE)
-    return path if os.path.exists(path) else None
+    return found.database_path if found.database_id is not None else None
 
 
 def _state(found: RunRecord) -> str:

@@ -1,5 +1,5 @@
-"""The page: a run in the browser while it lives and afterwards, read from its memory alone. It imports no torch.
+"""The dashboard: runs in the browser, live and past, read only from their directories and databases. No torch import.
 
-browser  <── HTML, JavaScript, server-sent events ──  App  <── Feed (one poller a run) ──  the run's memory
-                                                       └ Runs   which there are, and what is known of each
+browser  <── HTML, JavaScript, server-sent events ──  app  <── feed (one poller per run) ── view ──  run database
+                                                       └ catalogue   which runs there are
 """

@@ -1,7 +1,7 @@
-"""Feed: a live run's changes for all who watch it, as server-sent events. One poller a run, none when nobody watches.
+"""Feeds: changes of live runs as server-sent events. One poller per run that is watched, none otherwise.
 
-A watcher first gets `whole`, then `change` a few times a second, and `end` when the run is over. Who does not take what
-it is sent is let go: its browser comes again and begins with `whole`.
+A subscriber first gets `whole`, then `change` a few times a second, and `end` when the run is over. A subscriber that
+does not read is dropped: its browser reconnects and begins with `whole`.
 """
 
 from __future__ import annotations
@@ -11,74 +11,69 @@ import contextlib
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
-from .runs import RunNotFound, StoredRuns
+from ..http.errors import HttpError
+from .catalogue import RunCatalogue, RunNotFound
 from .view import RunView
 
-EVERY_S = 0.25  # between two looks at a run's memory
-SILENCE_S = 10.0  # after which a comment is sent, so that a connection that is dead is found out
-MAX_WAITING = 40  # messages that wait for one watcher
+EVERY_S = 0.25  # between two polls of a run database
+KEEP_ALIVE_S = 10.0  # of silence, after which a comment is sent, so that a dead connection is detected
+MAX_WAITING = 40  # messages queued for one subscriber
 MAX_STREAMS = 64
-
-
-class TooManyStreams(Exception):
-    """As many watch as may."""
 
 
 class Feeds:
     """The feeds of all runs that are watched, for one event loop."""
 
-    def __init__(self, runs: StoredRuns) -> None:
-        self._runs = runs
+    def __init__(self, catalogue: RunCatalogue) -> None:
+        self._catalogue = catalogue
         self._feeds: dict[str, Feed] = {}
         self.num_streams = 0
-        self.is_closing = False  # set to let everybody go after one last look
+        self.is_closing = False  # if set, every stream ends after one last poll
 
     @contextlib.asynccontextmanager
     async def watch(self, name: str) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The events of a run, to be sent as they are; Full, or Missing."""
+        """The events of a run, encoded; HttpError 503 above MAX_STREAMS."""
         if self.num_streams >= MAX_STREAMS:
-            raise TooManyStreams(
-                f"{MAX_STREAMS} pages watch already, and no more are served live; ask now and then instead"
-            )
+            raise HttpError(f"{MAX_STREAMS} pages are live already, which is the limit; ask now and then instead", 503)
         self.num_streams += 1
         try:
-            feed = self._feeds.setdefault(name, Feed(self, self._runs, name))
-            watcher = feed.join()
+            feed = self._feeds.setdefault(name, Feed(self, self._catalogue, name))
+            subscriber = feed.subscribe()
             try:
-                yield watcher.events()
+                yield subscriber.events()
             finally:
-                feed.leave(watcher)
-                if not feed.watchers and self._feeds.get(name) is feed:
+                feed.unsubscribe(subscriber)
+                if not feed.subscribers and self._feeds.get(name) is feed:
                     del self._feeds[name]
         finally:
             self.num_streams -= 1
 
 
 class Subscriber:
-    """One stream."""
+    """The queue of one stream."""
 
     def __init__(self) -> None:
         self.is_new = True
-        self._waiting: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_WAITING)
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_WAITING)
 
     def put(self, message: bytes | None) -> bool:
-        """None ends the stream. Whether there was room."""
+        """Queue a message; None ends the stream. False if the queue is full."""
         try:
-            self._waiting.put_nowait(message)
+            self._queue.put_nowait(message)
         except asyncio.QueueFull:
             return False
         return True
 
     def drop(self) -> None:
-        """End the stream now, whatever waits."""
-        while not self._waiting.empty():
-            self._waiting.get_nowait()
-        self._waiting.put_nowait(None)
+        """End the stream now and discard what is queued."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(None)
 
     async def events(self) -> AsyncIterator[bytes]:
         while True:
             try:
-                message = await asyncio.wait_for(self._waiting.get(), SILENCE_S)
+                message = await asyncio.wait_for(self._queue.get(), KEEP_ALIVE_S)
             except (TimeoutError, asyncio.TimeoutError):
                 message = b": still here\n\n"
             if message is None:
@@ -87,68 +82,66 @@ class Subscriber:
 
 
 class Feed:
-    """One run's watchers, and the task that looks for them."""
+    """The subscribers of one run, and the task that polls for them."""
 
-    def __init__(self, feeds: Feeds, runs: StoredRuns, name: str) -> None:
-        self._feeds, self._runs, self._name = feeds, runs, name
+    def __init__(self, feeds: Feeds, catalogue: RunCatalogue, name: str) -> None:
+        self._feeds, self._catalogue, self._name = feeds, catalogue, name
         self._task: asyncio.Task[None] | None = None
-        self.watchers: set[Subscriber] = set()
+        self.subscribers: set[Subscriber] = set()
 
-    def join(self) -> Subscriber:
-        watcher = Subscriber()
-        self.watchers.add(watcher)
+    def subscribe(self) -> Subscriber:
+        subscriber = Subscriber()
+        self.subscribers.add(subscriber)
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._poll())
-        return watcher
+        return subscriber
 
-    def leave(self, watcher: Subscriber) -> None:
-        self.watchers.discard(watcher)
-        if not self.watchers and self._task is not None:
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        self.subscribers.discard(subscriber)
+        if not self.subscribers and self._task is not None:
             self._task.cancel()
 
     async def _poll(self) -> None:
         loop = asyncio.get_running_loop()
-        hand = ThreadPoolExecutor(1, "hora-page-feed")  # its own, so that a slow disk holds up nobody else
+        thread = ThreadPoolExecutor(1, "hora-page-feed")  # of its own: a slow disk delays this run only
         try:
-            view = await loop.run_in_executor(hand, RunView, self._runs, self._name)
+            view = await loop.run_in_executor(thread, RunView, self._catalogue, self._name)
             over = False
-            while self.watchers and not over:
+            while self.subscribers and not over:
                 over = self._feeds.is_closing
-                fresh = [watcher for watcher in self.watchers if watcher.is_new]
-                for watcher in fresh:
-                    watcher.is_new = False
-                ended, whole, change = await loop.run_in_executor(hand, _look, view, bool(fresh))
-                for watcher in [watcher for watcher in self.watchers if not watcher.is_new]:
-                    self._tell(watcher, whole if watcher in fresh else change, ended)
+                new = [subscriber for subscriber in self.subscribers if subscriber.is_new]
+                for subscriber in new:
+                    subscriber.is_new = False
+                ended, whole, change = await loop.run_in_executor(thread, _read, view, bool(new))
+                for subscriber in [subscriber for subscriber in self.subscribers if not subscriber.is_new]:
+                    self._send(subscriber, whole if subscriber in new else change, ended)
                 over = over or ended
                 await asyncio.sleep(0 if over else EVERY_S)
         except RunNotFound:
             pass
         finally:
-            for watcher in self.watchers:
-                if not watcher.put(None):
-                    watcher.drop()
-            hand.shutdown(wait=False)
+            for subscriber in self.subscribers:
+                if not subscriber.put(None):
+                    subscriber.drop()
+            thread.shutdown(wait=False)
 
-    def _tell(self, watcher: Subscriber, message: bytes | None, ended: bool) -> None:
-        taken = message is None or watcher.put(message)
-        if ended:
-            taken = taken and watcher.put(_event("end", b"{}"))
-        if not taken:
-            watcher.drop()
-            self.watchers.discard(watcher)
+    def _send(self, subscriber: Subscriber, message: bytes | None, ended: bool) -> None:
+        messages = [message] * (message is not None) + [_event("end", b"{}")] * ended
+        if not all(subscriber.put(each) for each in messages):
+            subscriber.drop()
+            self.subscribers.discard(subscriber)
 
 
-def _look(view: RunView, with_whole: bool) -> tuple[bool, bytes | None, bytes | None]:
-    """Whether the run is over, all of it if somebody is new, and what changed. What changed is read first: who is new
-    hears some of it twice then, and misses nothing."""
+def _read(view: RunView, with_snapshot: bool) -> tuple[bool, bytes | None, bytes | None]:
+    """Whether the run is over, a snapshot if wanted, and the change. The change is read first: a new subscriber gets
+    some of it twice, and misses nothing."""
     if view.is_new:
-        begin = view.begin()
-        return view.is_over, _event("whole", begin), None
+        snapshot = view.snapshot(restart=True)
+        return view.is_over, _event("whole", snapshot), None
     news = view.change()
     over = view.is_over
     change = None if news is None else _event("whole" if news[1] else "change", news[0])
-    return over, _event("whole", view.whole()) if with_whole else None, change
+    return over, _event("whole", view.snapshot()) if with_snapshot else None, change
 
 
 def _event(kind: str, data: bytes) -> bytes:

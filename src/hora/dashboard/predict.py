@@ -1,4 +1,4 @@
-"""Predictor: the page asks the run's prediction service for its visitor. Where it is, the run's memory alone says."""
+"""Requests of the page to a run's predictor. Its address comes from the run database, and must be of this machine."""
 
 from __future__ import annotations
 
@@ -12,81 +12,78 @@ from urllib.parse import quote, urlsplit
 
 from ..http.errors import HttpError
 from ..http.listening import ANY_ADDRESS
-from .runs import StoredRun
-from .view import encode
+from ..runs.run_directory import RunRecord
+from .catalogue import encode
 
-GLANCE_S = 2.0  # for its state
-ANSWER_S = 15.0  # for an answer
-MAX_BYTES = 4 << 20  # of an answer
+STATE_S = 2.0  # deadline for its state
+ANSWER_S = 15.0  # deadline for a prediction
+MAX_BYTES = 4 << 20  # of a prediction
 MAX_WAITING = 32
 
 
-def state(run: StoredRun) -> bytes:
+def state(run: RunRecord) -> bytes:
     """{"serving": its address or "", "ready", "step", "inputs", "problem"}."""
     told: dict[str, Any] = {"serving": "", "ready": False, "step": None, "name": None, "inputs": [], "problem": ""}
     try:
         told["serving"] = address = _address(run)
         if address:
-            index = json.loads(_ask(address, "GET", "/", None, GLANCE_S)[1])
+            index = json.loads(_request(address, "GET", "/", None, STATE_S)[1])
             told |= {key: index.get(key) for key in ("ready", "step", "name")}
-            about = json.loads(_ask(address, "GET", f"/v2/models/{quote(str(told['name']))}", None, GLANCE_S)[1])
-            told["inputs"] = about.get("inputs", [])
-    except (HttpError, ValueError, AttributeError) as problem:
-        told["problem"] = str(problem)
+            model = json.loads(_request(address, "GET", f"/v2/models/{quote(str(told['name']))}", None, STATE_S)[1])
+            told["inputs"] = model.get("inputs", [])
+    except (HttpError, ValueError, AttributeError) as error:
+        told["problem"] = str(error)
     return encode(told)
 
 
-def predict(run: StoredRun, body: bytes) -> tuple[int, bytes]:
-    """The predictor's own answer to POST /predict, whatever it is. Refusal if there is nobody to ask."""
+def predict(run: RunRecord, body: bytes) -> tuple[int, bytes]:
+    """The predictor's own response to POST /predict; HttpError 409 if the run has no predictor."""
     address = _address(run)
     if not address and not run.live and run.config.get("serve") is not None:
         raise HttpError("the run has ended, and its predictor with it", 409)
     if not address:
-        raise HttpError("nobody answers predictions in this run; hora run --serve 8000 … starts somebody who does", 409)
-    return _ask(address, "POST", "/predict", body, ANSWER_S)
+        raise HttpError("this run has no predictor; start it with hora run --serve 8000 …", 409)
+    return _request(address, "POST", "/predict", body, ANSWER_S)
 
 
-def _address(run: StoredRun) -> str:
-    """What the memory of a live run says; "" if nothing."""
-    if not run.live:
-        return ""
-    with contextlib.suppress(ValueError):
-        reading = run.read()
-        return reading.status().serving if reading is not None else ""
+def _address(run: RunRecord) -> str:
+    """The predictor's address in the database of a live run, or ""."""
+    if run.live:
+        with contextlib.suppress(ValueError):
+            reader = run.reader()
+            return reader.status().serving if reader is not None else ""
     return ""
 
 
-def _ask(address: str, method: str, path: str, body: bytes | None, seconds: float) -> tuple[int, bytes]:
-    host, port = _place(address)
-    line = http.client.HTTPConnection(host, port, timeout=seconds)
+def _request(address: str, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(*_host_and_port(address), timeout=timeout_s)
     headers = {"Content-Type": "application/json"} if body is not None else {}
     try:
-        line.request(method, path, body, headers)
-        answer = line.getresponse()
-        said = answer.read(MAX_BYTES + 1)
-    except (OSError, http.client.HTTPException) as problem:
-        why = "no answer in time" if isinstance(problem, TimeoutError) else str(problem) or type(problem).__name__
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        content = response.read(MAX_BYTES + 1)
+    except (OSError, http.client.HTTPException) as error:
+        why = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
         raise HttpError(f"the predictor at {address[:80]} cannot be reached: {why}", 502) from None
     finally:
-        line.close()
-    if len(said) > MAX_BYTES:
-        raise HttpError(
-            f"the predictor's answer is longer than {MAX_BYTES} bytes; ask it yourself at {address[:80]}", 502
-        )
-    return answer.status, said
+        connection.close()
+    if len(content) > MAX_BYTES:
+        too_long = f"the predictor's response is longer than {MAX_BYTES} bytes; send the request to {address[:80]}"
+        raise HttpError(too_long, 502)
+    return response.status, content
 
 
-def _place(address: str) -> tuple[str, int]:
-    """Host and port of this machine's own; Refusal for any other, so that a run's memory sends nobody elsewhere."""
+def _host_and_port(address: str) -> tuple[str, int]:
+    """HttpError for an address of another machine: a database must not direct requests elsewhere."""
     with contextlib.suppress(ValueError):
         parts = urlsplit(address)
         host, port = parts.hostname or "", parts.port
-        if parts.scheme == "http" and port and parts.path in ("", "/") and not parts.username and _is_own(host):
+        if parts.scheme == "http" and port and parts.path in ("", "/") and not parts.username and _is_local(host):
             return "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host, port
-    raise HttpError(f"the predictor's address {address[:80]!r} is none of this machine; ask it yourself", 409)
+    raise HttpError(f"the predictor's address {address[:80]!r} is not on this machine; send the request to it", 409)
 
 
-def _is_own(host: str) -> bool:
+def _is_local(host: str) -> bool:
     if host in ANY_ADDRESS or host in ("localhost", socket.gethostname()):
         return True
     with contextlib.suppress(ValueError, OSError):

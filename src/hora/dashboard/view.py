@@ -1,170 +1,134 @@
-"""View: what the page is told of one run, read from its directory and memory. One thread at a time."""
+"""RunView: one run as JSON for the page, read from its directory and its database."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import msgspec
 
 from ..monitor.status import RunStatus
-from ..runs import exit_codes
 from ..runs.reader import RunReader
-from .runs import RunNotFound, StoredRun, StoredRuns
+from .catalogue import RunCatalogue, RunNotFound, encode, state_of
 
-encode = msgspec.json.Encoder().encode
-
-STOPS = (exit_codes.INTERRUPTED, exit_codes.OUTPUT_CLOSED, exit_codes.TERMINATED)
-GLANCES = 4  # looks at the memory for one at the directory
+POLLS = 4  # of the database per look at the directory; histograms are read half as often
 
 
 class RunView:
-    """A run as it changes. What changed last is remembered, so that `change` tells only what is new."""
+    """`snapshot` is all that is known, `change` what is new since the last call. For one thread."""
 
-    def __init__(self, runs: StoredRuns, name: str) -> None:
-        self._runs, self._name = runs, name
-        self._run = runs.find(name)
-        self._mark: tuple[int, int] | None = None
-        self._reading: RunReader | None = None
-        self._problem = ""
-        self._state = ""
-        self._ended: dict[str, Any] | None = None  # what the memory says of the end; end.json is written after it
-        self._version = 0
-        self._event = 0
-        self._looks = 0
+    def __init__(self, catalogue: RunCatalogue, name: str) -> None:
+        self._catalogue, self._name = catalogue, name
+        self._run = catalogue.find(name)
+        self._database_id: tuple[int, int] | None = None
+        self._reader: RunReader | None = None
+        self._problem = self._state = ""
+        self._end: dict[str, Any] | None = None  # as the database has it; end.json is written later
+        self._version = self._event = self._num_polls = 0
         self._histograms = b""
-        self._told: dict[str, Any] = {}
+        self._sent: dict[str, Any] = {}
+        self.is_new = True  # no snapshot was taken yet
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing will change any more: its launcher has gone, or has written how it ended."""
-        return not self._run.live or self._ended is not None
+        """Whether nothing will change any more: the launcher is gone, or has recorded the end."""
+        return not self._run.live or self._end is not None
 
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing was told yet."""
-        return not self._looks
-
-    def begin(self) -> bytes:
-        """All that is known now; `change` tells what comes after it."""
-        self._looks += 1
-        return self._whole(begin=True)
-
-    def whole(self) -> bytes:
-        """All that is known now."""
-        return self._whole()
-
-    def _whole(self, begin: bool = False) -> bytes:
-        self._refresh(again=True)
+    def snapshot(self, *, restart: bool = False) -> bytes:
+        """All that is known now. With `restart`, `change` continues from here."""
+        self._refresh_record()
+        self._reopen()
         told: dict[str, Any] = {"curves": {}, "events": [], "histograms": {}, "version": 0}
-        reading = self._reading
-        if reading is not None:
+        if self._reader is not None:
             try:
-                told["version"], told["curves"] = reading.curves()
-                told["events"] = reading.events()
-                told["histograms"] = reading.histograms()
-                told["now"] = self._now(reading)
-                told["summary"] = reading.get("summary")
-            except ValueError as problem:
-                self._problem = str(problem)
-        self._settle(told)
-        facts = self._facts()
-        if begin:
+                told["version"], told["curves"] = self._reader.curves()
+                told["events"] = self._reader.events()
+                told["histograms"] = self._reader.histograms()
+                told["now"] = self._status(self._reader)
+                told["summary"] = self._reader.get("summary")
+            except ValueError as error:
+                self._problem = str(error)
+        facts = self._facts(told)
+        if restart:
+            self.is_new = False
             self._version, self._event = told["version"], told["events"][-1].number if told["events"] else 0
-            self._told = facts
-        return _encoded(told, facts)
+            self._sent = facts
+        try:
+            return encode({**told, **facts})
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # the database holds no valid text
+            empty = {"curves": {}, "events": [], "histograms": {}, "version": told["version"]}
+            problem = self._problem or f"the run database cannot be shown: {error}"
+            return encode({**empty, **facts, "problem": problem})
 
     def change(self) -> tuple[bytes, bool] | None:
-        """What is new since it was asked last, and whether that is all that there is (the memory began anew); None if
-        nothing is. A memory that cannot be read now is asked again next time."""
-        self._looks += 1
-        anew = self._refresh(again=self._looks % GLANCES == 0)
-        if anew:
-            return self._whole(begin=True), True
+        """What is new since the last call, and whether it is a whole snapshot, as after a new run has started in the
+        directory; None if nothing is new. A database that cannot be read now is read again next time."""
+        self._num_polls += 1
+        if self._num_polls % POLLS == 0:
+            self._refresh_record()
+        if self._reopen():
+            return self.snapshot(restart=True), True
         told: dict[str, Any] = {}
-        if self._reading is not None:
+        if self._reader is not None:
             with contextlib.suppress(ValueError):
-                told = self._news(self._reading)
-        self._settle(told)
-        facts = self._facts()
-        told |= {key: value for key, value in facts.items() if self._told.get(key) != value}
-        self._told = facts
+                told = self._news(self._reader)
+        facts = self._facts(told)
+        told |= {key: value for key, value in facts.items() if self._sent.get(key) != value}
+        self._sent = facts
         return (encode(told), False) if told else None
 
-    def _news(self, reading: RunReader) -> dict[str, Any]:
-        version = reading.version()
+    def _news(self, reader: RunReader) -> dict[str, Any]:
         told: dict[str, Any] = {}
-        if version != self._version:
-            told["version"], told["curves"] = reading.curves(after=self._version)
-            told["now"] = self._now(reading)
-            told["events"] = reading.events(after=self._event)
+        if reader.version() != self._version:
+            told["version"], told["curves"] = reader.curves(after=self._version)
+            told["now"] = self._status(reader)
+            told["events"] = reader.events(after=self._event)
             self._version = told["version"]
             self._event = told["events"][-1].number if told["events"] else self._event
-        if self._looks % (2 * GLANCES) == 1 or self.is_over:
-            histograms = encode(reading.histograms())
+        if self._num_polls % (2 * POLLS) == 1 or self.is_over:
+            histograms = encode(reader.histograms())
             if histograms != self._histograms:
                 self._histograms = histograms
                 told["histograms"] = msgspec.Raw(histograms)
         if self.is_over:
-            told["summary"] = reading.get("summary")
+            told["summary"] = reader.get("summary")
         return told
 
-    def _now(self, reading: RunReader) -> RunStatus:
-        now = reading.status()
-        ended = reading.get("end") if now.state == "ended" else None
-        self._ended = ended if isinstance(ended, dict) else None
-        return now
+    def _status(self, reader: RunReader) -> RunStatus:
+        status = reader.status()
+        end = reader.get("end") if status.state == "ended" else None
+        self._end = end if isinstance(end, dict) else None
+        return status
 
-    def _settle(self, told: dict[str, Any]) -> None:
-        """What state the run is in."""
-        run = self._run._replace(end=self._run.end or self._ended, live=not self.is_over)
-        self._state = state_of(run, told["now"].state if "now" in told else self._state)
-
-    def _refresh(self, again: bool) -> bool:
-        """Look at the directory, if it is time, and open the memory that is there now; whether it is another one."""
-        if again:
-            try:
-                self._run = self._runs.find(self._name)
-            except RunNotFound:  # its directory was deleted
-                self._run = self._run._replace(live=False)
-        mark = self._run.mark
-        if mark == self._mark and not (self._problem and self._run.live):  # it may have been on its way
-            return False
-        before, self._mark = self._mark, mark
-        self._reading = self._ended = None
+    def _refresh_record(self) -> None:
         try:
-            self._reading, self._problem = self._run.read(), ""
-        except ValueError as problem:
-            self._problem = str(problem)
-        return before not in (None, mark)
+            self._run = self._catalogue.find(self._name)
+        except RunNotFound:  # its directory was deleted
+            self._run = dataclasses.replace(self._run, live=False)
 
-    def _facts(self) -> dict[str, Any]:
-        run, begun = self._run, self._run.config
-        if not begun and self._reading is not None:
+    def _reopen(self) -> bool:
+        """Open the database if it is another file than before, or could not be read; whether it replaced an earlier
+        one."""
+        current = self._run.database_id
+        if current == self._database_id and not (self._problem and self._run.live):
+            return False
+        before, self._database_id = self._database_id, current
+        self._reader = self._end = None
+        try:
+            self._reader, self._problem = self._run.reader(), ""
+        except ValueError as error:
+            self._problem = str(error)
+        return before not in (None, current)
+
+    def _facts(self, told: dict[str, Any]) -> dict[str, Any]:
+        run = dataclasses.replace(self._run, end=self._run.end or self._end, live=not self.is_over)
+        self._state = state_of(run, told["now"].state if "now" in told else self._state)
+        config = run.config
+        if not config and self._reader is not None:
             with contextlib.suppress(ValueError):
-                begun = self._reading.get("config") or {}
+                config = self._reader.get("config") or {}
         return {
-            "name": run.name, "live": not self.is_over, "run": begun, "end": run.end or self._ended,
-            "problem": self._problem,
-            "remembered": self._mark is not None, "state": self._state,
+            "name": run.name, "live": run.live, "run": config, "end": run.end, "problem": self._problem,
+            "remembered": self._database_id is not None, "state": self._state,
         }  # fmt: skip
-
-
-def _encoded(told: dict[str, Any], facts: dict[str, Any]) -> bytes:
-    """A memory with what nobody can write as JSON costs what it told."""
-    try:
-        return encode({**told, **facts})
-    except (TypeError, ValueError, OverflowError, RecursionError) as problem:
-        empty = {"curves": {}, "events": [], "histograms": {}, "version": told["version"]}
-        return encode({**empty, **facts, "problem": facts["problem"] or f"its memory cannot be shown: {problem}"})
-
-
-def state_of(run: StoredRun, told: str) -> str:
-    """starting, running, ended, stopped, failed, or lost: its launcher went without a word. `told` is what its memory
-    says."""
-    if run.live:
-        return told if told in ("starting", "running", "ended") else "starting"
-    if run.end is None:
-        return "ended" if told == "ended" else "lost"
-    code = run.end.get("code")
-    return "ended" if code in (exit_codes.OK, None) else "stopped" if code in STOPS else "failed"

@@ -60,7 +60,7 @@ class JsonLines:
 
     def _give_up(self, problem: OSError) -> None:
         self.close()
-        self._warn(f"{self.path} cannot be written: {problem.strerror or problem}; the run goes on without it")
+        self._warn(f"{self.path} cannot be written: {problem.strerror or problem}; the run continues without it")
 
 
 def _row(row: LoggedRow) -> dict[str, object]:

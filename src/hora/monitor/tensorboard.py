@@ -96,7 +96,7 @@ class TensorBoard:
         self.close()
         self._failed = True
         why = (problem.strerror if isinstance(problem, OSError) else None) or problem
-        self._warn(f"{self.path} cannot be written: {why}; the run goes on without it")
+        self._warn(f"{self.path} cannot be written: {why}; the run continues without it")
 
 
 def _installed() -> bool:

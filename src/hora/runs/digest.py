@@ -1,25 +1,19 @@
-"""Digest: a run, live or past, in a few facts, from its records and from its memory where it has one."""
+"""RunDigest: a run, live or past, in a few facts, from its directory and its run database."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-import os
-import sqlite3
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from . import exit_codes, run_directory
+from . import exit_codes
+from .json_file import jsonable
 from .run_directory import RunRecord
-from .summary import amount, values
+from .summary import logged_values, number_at
 
 if TYPE_CHECKING:
-    from hora.runs.reader import RunReader
+    from ..monitor.status import RunStatus
 
-_ENDS = {
+_STATES = {
     exit_codes.OK: "ended well",
     exit_codes.SCRIPT_FAILED: "failed",
     exit_codes.RANK_KILLED: "rank killed",
@@ -31,7 +25,8 @@ _ENDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunDigest:
-    """`summary` is as Board.summary() has it, empty if nothing is known; `problem` says why a memory cannot be read."""
+    """`summary` is RunState.summary(), empty if unknown; `problem` says why the run database cannot be read. `status`
+    is the newest status, for a run without end.json."""
 
     name: str
     path: str
@@ -46,122 +41,71 @@ class RunDigest:
     summary: dict[str, Any]
     command: list[str]
     problem: str = ""
+    status: RunStatus | None = None
 
     @property
     def steps(self) -> int:
-        return int(amount(self.summary, "steps"))
+        return int(number_at(self.summary, "steps"))
 
     @property
     def samples(self) -> int:
-        return int(amount(self.summary, "samples"))
+        return int(number_at(self.summary, "samples"))
 
     @property
     def samples_per_s(self) -> float:
-        return amount(self.summary, "samples_per_s")
+        return number_at(self.summary, "samples_per_s")
 
     @property
     def values(self) -> dict[str, float]:
-        return values(self.summary)
+        return logged_values(self.summary)
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`: what is no number there is null."""
-        told = dataclasses.asdict(self)
-        plain: dict[str, Any] = jsonable(told)
+        """For `--json`: NaN and infinity become null."""
+        plain: dict[str, Any] = jsonable(dataclasses.asdict(dataclasses.replace(self, status=None)))
+        del plain["status"]
         return plain
 
 
-def digest(found: RunRecord) -> RunDigest:
-    """What is known of a run without asking it."""
-    begun, ended = found.config, found.end or {}
-    told, problem, state = ended.get("summary"), "", ""
-    strategy = begun.get("strategy") or ended.get("strategy")
-    if not isinstance(told, dict):
-        told = {}
+def digest(record: RunRecord) -> RunDigest:
+    """What is known of a run without contacting its coordinator."""
+    config, end = record.config, record.end or {}
+    summary, problem, status = end.get("summary"), "", None
+    if not isinstance(summary, dict):
+        summary = {}
         try:
-            with reading(found) as memory:
-                if memory is not None:
-                    now = memory.status()
-                    told, state = _summary(memory, now), now.state
-                    strategy = strategy or now.strategy
-        except ValueError as unreadable:
-            problem = str(unreadable)
-    seconds = ended.get("seconds")
+            if (reader := record.reader()) is not None:
+                status = reader.status()
+                written = reader.get("summary")
+                summary = written if isinstance(written, dict) else {}
+        except ValueError as error:
+            problem = str(error)
+    seconds = end.get("seconds")
     if seconds is None:
-        seconds = amount(told, "seconds") or None
-    workers, command = begun.get("size"), begun.get("command")
+        seconds = number_at(summary, "seconds") or None
+    workers, command = config.get("size"), config.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
     return RunDigest(
-        name=found.name,
-        path=found.path,
-        live=found.live,
-        state=_state(found, state),
-        strategy=str(strategy or ""),
+        name=record.name,
+        path=record.path,
+        live=record.live,
+        state=_state(record, status.state if status is not None else ""),
+        strategy=str(config.get("strategy") or end.get("strategy") or (status.strategy if status else "")),
         workers=workers if isinstance(workers, int) else None,
-        servers=begun.get("servers"),
-        started=str(begun.get("started") or ""),
-        ended=str(ended.get("ended") or ""),
+        servers=config.get("servers"),
+        started=str(config.get("started") or ""),
+        ended=str(end.get("ended") or ""),
         seconds=float(seconds) if isinstance(seconds, int | float) else None,
-        summary=told,
-        command=["-m"] * bool(begun.get("module"))
-        + [str(word) for word in (command if isinstance(command, list) else ())],
+        summary=summary,
+        command=["-m", *words] if config.get("module") else words,
         problem=problem,
+        status=status,
     )
 
 
-@contextlib.contextmanager
-def reading(found: RunRecord) -> Iterator[RunReader | None]:
-    """The run's memory, None if it has none; ValueError, here or inside, if it cannot be read."""
-    path = os.path.join(found.path, run_directory.DATABASE)
-    if not os.path.exists(path):
-        yield None
-        return
-    from hora.runs.reader import RunReader
-
-    try:
-        memory = RunReader(path)
-        try:
-            yield memory
-        finally:
-            memory.close()
-    except (sqlite3.Error, OSError, msgspec.MsgspecError) as problem:
-        raise ValueError(f"{path} cannot be read: {problem}") from None
-
-
-def jsonable(value: Any) -> Any:
-    """The same, with null for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {str(key): jsonable(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def _state(found: RunRecord, told: str) -> str:
-    if found.end is not None:
-        code = found.end.get("code")
-        return _ENDS.get(code, "failed") if isinstance(code, int) else "failed"
-    if not found.live:
+def _state(record: RunRecord, status: str) -> str:
+    if record.end is not None:
+        code = record.end.get("code")
+        return _STATES.get(code, "failed") if isinstance(code, int) else "failed"
+    if not record.live:
         return "broken off"
-    return told if told in ("starting", "running") else "running"
-
-
-def _summary(memory: RunReader, now: Any) -> dict[str, Any]:
-    """As it was written at the end, or as it stands."""
-    told = memory.get("summary")
-    if isinstance(told, dict) and told:
-        return told
-    return {
-        "samples": now.samples,
-        "seconds": now.seconds,
-        "samples_per_s": now.samples_per_s or (now.samples / now.seconds if now.seconds > 0 else 0.0),
-        "steps": now.step,
-        "bytes_per_step": now.bytes_per_step,
-        "hidden": now.hidden,
-        "slowest": now.slowest,
-        "checkpoints": now.checkpoints,
-        "skipped": now.skipped,
-        "rounds": now.rounds,
-        "values": now.values,
-        "workers": len(now.workers),
-    }
+    return status if status in ("starting", "running") else "running"
