@@ -38,7 +38,7 @@ def test_a_join_that_takes_long_names_the_ranks_that_are_missing(
 def test_a_value_that_nobody_puts_is_named_when_the_wait_ends() -> None:
     line = InProcessCoordinator(1).connect()
     line.join(Member("worker", 0, "here", 1))
-    with pytest.raises(Timeout, match="somebody to put 'the moon'"):
+    with pytest.raises(Timeout, match="key 'the moon' to be put"):
         line.get("the moon", timeout_s=0.2)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from hora.coordinator import InProcessCoordinator, Member
-from hora.coordinator.lease_manager import EpochCut, IntervalSet, LeaseManager, describe
-from hora.coordinator.messages import BlockGrant, TakeBlock
+from hora.coordinator.intervals import IntervalSet
+from hora.coordinator.lease_manager import LeaseManager, describe
+from hora.coordinator.messages import BlockGrant, EpochCut, TakeBlock
 from hora.errors import HoraError
 
 KEY = (0, 0)
@@ -327,7 +328,7 @@ def test_ranges_are_sets_of_numbers() -> None:
 
 def test_the_views_are_readable() -> None:
     book = LeaseManager()
-    assert describe(book.views()).startswith("no samples are lent")
+    assert describe(book.views()).startswith("no samples are leased")
     for rank in (0, 1, 0):
         book.take(0, KEY, EpochCut(55, 10, 6), rank, done=[(0, 0, 0)] if rank == 0 else [], ahead=rank == 1)
     assert describe(book.views()) == (
@@ -354,22 +355,22 @@ def test_the_coordinator_gives_a_dead_workers_blocks_out_again_and_lends_to_work
     hub = InProcessCoordinator(1)
     line, visitor = hub.connect(), hub.connect()
     line.join(Member("worker", 0, "here", 1))
-    request = {"loader": 0, "epoch": 0, "loop": 0, "num_samples": 5, "block_samples": 5, "num_blocks": 1}
-    assert line.take_block(TakeBlock(**request)).kind == "block"
-    assert line.views()[0]["num_leased"] == 1
+    request = {"loader": 0, "epoch": 0, "loop": 0, "cut": EpochCut(5, 5, 1)}
+    assert line.lease_request(TakeBlock(**request), BlockGrant).kind == "block"
+    assert line.lease_views()[0]["num_leased"] == 1
     assert line.newest_epoch() == 0
     visitor.join(Member("visitor", 0, "here", 2))
-    assert visitor.views()[0]["num_leased"] == 1
-    with pytest.raises(HoraError, match="lent to workers only"):
-        visitor.take_block(TakeBlock(**request))
+    assert visitor.lease_views()[0]["num_leased"] == 1
+    with pytest.raises(HoraError, match="leased to workers only"):
+        visitor.lease_request(TakeBlock(**request), BlockGrant)
     hub.died(0, "killed")
-    assert visitor.views()[0]["num_pending"] == 1
-    with pytest.raises(HoraError, match="has died and is lent no samples"):
-        line.take_block(TakeBlock(**request))
+    assert visitor.lease_views()[0]["num_pending"] == 1
+    with pytest.raises(HoraError, match="has died and can lease no samples"):
+        line.lease_request(TakeBlock(**request), BlockGrant)
     with pytest.raises(HoraError, match="cannot be cut"):
         line2 = InProcessCoordinator(1).connect()
         line2.join(Member("worker", 0, "here", 1))
-        line2.take_block(TakeBlock(**{**request, "num_blocks": 9}))
+        line2.lease_request(TakeBlock(**{**request, "cut": EpochCut(5, 5, 9)}), BlockGrant)
 
 
 def test_the_book_needs_no_torch() -> None:

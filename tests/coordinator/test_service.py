@@ -103,16 +103,13 @@ def eventually(holds: Callable[[], bool], patience_s: float = 10.0) -> bool:
     return holds()
 
 
-def test_members_meet_share_values_and_lend_names(serve: Callable[[int], CoordinatorService]) -> None:
+def test_members_join_share_values_and_send_messages(serve: Callable[[int], CoordinatorService]) -> None:
     service = serve(2)
     zero, one = lines(service, 2)
     with pytest.raises(Timeout, match="'k'"):
         zero.client.get("k", timeout_s=0.05)
     one.client.put("k", b"value")
     assert zero.client.get("k") == b"value" and service.values("k") == {"k": b"value"}
-    assert zero.client.lease("name", 60.0) and not one.client.lease("name", 60.0)
-    zero.client.release("name")
-    assert one.client.lease("name", 60.0)
     zero.client.send("topic", b"body", (1,))
     told = one.await_event("message")
     assert (told.topic, told.body, told.member) == ("topic", b"body", zero.member)
@@ -206,10 +203,10 @@ def test_the_line_that_breaks_ends_every_wait_and_says_so_once(serve: Callable[[
     lost: list[str] = []
     line.client.on_lost = lost.append
     threading.Timer(0.1, service.close).start()
-    with pytest.raises(HoraError, match="line to the coordinator"):
+    with pytest.raises(HoraError, match="connection to the coordinator"):
         line.client.get("never", 10.0)
     assert eventually(lambda: len(lost) == 1)
-    with pytest.raises(HoraError, match="line to the coordinator"):
+    with pytest.raises(HoraError, match="connection to the coordinator"):
         line.client.put("k", b"")
 
 
@@ -235,7 +232,7 @@ def test_a_member_dropped_while_it_speaks_does_not_take_the_service_down(
     service = serve(2)
     deaf = raw(service, Member("worker", 1, "test", 1))
     (zero,) = lines(service, 1)
-    with service._order:  # the loop waits here: both ends have something for it
+    with service._lock:  # the loop waits here: both ends have something for it
         for connection in list(service._connections.values()):
             if service.coordinator._by_connection.get(connection.number) == ("worker", 1):
                 deaf.sendall(frame(Join(id=2, member=Member("worker", 1, "test", 1))))
@@ -354,7 +351,7 @@ def test_a_connection_that_proves_its_token_while_the_service_closes_is_closed(
     service = serve(1)
     service.close()
     mine, theirs = socket.socketpair()
-    service._welcome(theirs)
+    service._add(theirs)
     assert mine.recv(1) == b""
     mine.close()
 

@@ -506,7 +506,7 @@ def test_the_source_stays_until_the_others_have_read() -> None:
 
 def test_counts_of_all_workers_add_up_in_the_views() -> None:
     workers = run(3, lambda worker: worker.train(worker.shard(Numbers(33))), num_epochs=3)
-    (view,) = workers[0].line.views()
+    (view,) = workers[0].line.lease_views()
     assert (view["epoch"], view["num_done"], view["samples_done"]) == (2, 17, 33)
     assert sum(each["num_done"] for each in view["workers"]) == 17
     assert Counter(epoch for worker in workers for epoch, _ in worker.seen) == {0: 33, 1: 33, 2: 33}

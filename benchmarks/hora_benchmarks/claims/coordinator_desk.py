@@ -51,8 +51,8 @@ class Counting(Coordinator):
         self.messages: collections.Counter[str] = collections.Counter()
         self.bytes: collections.Counter[str] = collections.Counter()
 
-    def handle(self, connection: int, request: AnyRequest, now: float) -> Out:
-        out = super().handle(connection, request, now)
+    def handle(self, connection: int, request: AnyRequest) -> Out:
+        out = super().handle(connection, request)
         kind = str(request.__struct_config__.tag)
         self.messages[kind] += 1
         self.bytes[kind] += len(frame(request)) + sum(len(frame(answer)) for _, answer in out)

@@ -167,6 +167,6 @@ def _data(found: RunRecord) -> str:
 
     try:
         with visit(found) as client:
-            return describe(client.views())
+            return describe(client.lease_views())
     except HoraError as problem:
         raise ValueError(f"run {found.name!r} does not answer: {problem}") from None

@@ -1,4 +1,4 @@
-"""A member's line to the coordinator over TCP."""
+"""CoordinatorClient: a CoordinatorConnection over TCP."""
 
 from __future__ import annotations
 
@@ -17,18 +17,11 @@ PURPOSE = "control"
 
 
 class CoordinatorClient(CoordinatorConnection):
-    """One connection, one reading thread. `on_lost(reason)` is called once if the line breaks before `close`."""
+    """Has one reading thread. `on_lost(reason)` is called once if the connection breaks before `close`."""
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        token: bytes,
-        timeout_s: float = 30.0,
-        on_lost: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, address: tuple[str, int], token: bytes, timeout_s: float = 30.0) -> None:
         super().__init__()
-        self.address = address
-        self.on_lost = on_lost
+        self.on_lost: Callable[[str], None] | None = None
         self._sock = connect(address, token, PURPOSE, timeout_s)
         keepalive.attach(self._sock)
         self._writing = threading.Lock()
@@ -58,7 +51,7 @@ class CoordinatorClient(CoordinatorConnection):
             self.on_lost(reason)
 
     def forget(self) -> None:
-        """In a forked child: drops the inherited descriptor, silently."""
+        """In a forked child: closes the inherited descriptor."""
         self._closed = True
         self._sock.close()
 

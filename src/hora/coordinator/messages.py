@@ -1,21 +1,22 @@
-"""What members and coordinator say to each other: typed messages in msgpack, framed by net/framing.py."""
+"""Messages between the members of a run and its coordinator: msgspec structs, framed by net/framing.py."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 PROTOCOL = 1
 MAX_VALUE_BYTES = 64 << 10
 MAX_REPORT_BYTES = 256 << 10
-MAX_NAME_CHARS = 1024  # of a key, a lease, a topic, a host: what is passed on must fit into a frame
+MAX_NAME_CHARS = 1024  # of a key, a topic, a host: events that carry them must fit into a frame
 
-EventKind = Literal["formed", "joined", "left", "died", "stop", "message", "expired"]
+EventKind = Literal["formed", "joined", "left", "died", "stop", "message"]
+BlockName = tuple[int, int, int]  # epoch, loop over the loader in that epoch, block
 
 
 class Member(msgspec.Struct, frozen=True):
-    """Who takes part: a role, a rank within it, and where its process is."""
+    """A process of the run: its role, its rank within the role, and where it runs."""
 
     role: str
     rank: int
@@ -28,16 +29,16 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class CoordinatorRequest(msgspec.Struct, tag_field="do", kw_only=True):
-    """From a member; `id` comes back in the reply. An id of 0 asks for none."""
+    """From a member. The reply carries the same `id`; with an id of 0 there is none, unless the request fails."""
 
     id: int = 0
 
 
 class Join(CoordinatorRequest, tag="join"):
-    """Answered once all workers and servers of the run are there, with the members: workers, then servers, by rank.
+    """Answered once all workers and servers of the run have joined, with the members: workers, then servers, by rank.
 
-    A predictor (that role) is answered then too, but not waited for, and nobody hears of it. A visitor (that role) is
-    answered at once. It only looks: nobody hears of it, and it hears of nothing.
+    A predictor is answered then too, but the run does not wait for it, and it causes no events. A visitor is answered
+    at once; it may only read, causes no events and receives none.
     """
 
     member: Member
@@ -46,24 +47,22 @@ class Join(CoordinatorRequest, tag="join"):
 
 
 class ListMembers(CoordinatorRequest, tag="members"):
-    """Who is there so far: answered at once with the members that have joined."""
+    """Answered at once with the members that have joined so far."""
 
 
 class Reserve(CoordinatorRequest, tag="reserve"):
-    """Asks for `count` ranks that nobody has had, for workers that will join; answered with the first, in decimal.
-
-    Before the run has formed the answer waits for that.
-    """
+    """Reserves `count` new ranks for workers that will join; answered with the first, in decimal, once the run has
+    formed."""
 
     count: int
 
 
 class Leave(CoordinatorRequest, tag="leave"):
-    """This member has finished well: others that still wait for it are told so."""
+    """This member has finished well."""
 
 
 class Fail(CoordinatorRequest, tag="fail"):
-    """This member is about to die, and this is why."""
+    """This member is about to die of `reason`."""
 
     reason: str
 
@@ -74,25 +73,14 @@ class Put(CoordinatorRequest, tag="put"):
 
 
 class Get(CoordinatorRequest, tag="get"):
-    """Answered with the value, when there is one: at once, or, with `wait`, after a member has put it."""
+    """Answered with the value of `key`; with `wait`, as soon as there is one."""
 
     key: str
     wait: bool = True
 
 
-class Lease(CoordinatorRequest, tag="lease"):
-    """Asks for `name` for `seconds`; the holder asks again to keep it. Answered with whether it is now held."""
-
-    name: str
-    seconds: float
-
-
-class Release(CoordinatorRequest, tag="release"):
-    name: str
-
-
 class Send(CoordinatorRequest, tag="send"):
-    """A word to other ranks of the same role (all of them if `to` is empty), delivered as an event."""
+    """A message to the ranks `to` of the same role (empty: all others), delivered as an event."""
 
     topic: str
     body: bytes = b""
@@ -100,67 +88,75 @@ class Send(CoordinatorRequest, tag="send"):
 
 
 class Stop(CoordinatorRequest, tag="stop"):
-    """Everybody stops; the first reason counts."""
+    """Asks all members to stop; the first reason counts."""
 
     reason: str
 
 
 class Report(CoordinatorRequest, tag="report"):
-    """What a member tells of itself to whoever watches the run (watch/report.py). The coordinator does not read it."""
+    """This member's statistics (monitor/messages.py), for the run's observer. The coordinator does not parse it."""
 
     body: bytes
 
 
-class TakeBlock(CoordinatorRequest, tag="take"):
-    """The next block of samples of a loader's epoch (book.py), and those finished since. Answered with a Grant.
+class EpochCut(NamedTuple):
+    """How an epoch is cut into blocks; the same on all workers."""
 
-    Blocks are named (epoch, loop, block): `loop` counts the loops over the loader in one epoch. `before`: by epoch, the
-    ranges of blocks that a restored run has done."""
+    num_samples: int
+    block_samples: int
+    num_blocks: int
+
+    def samples(self, start: int, end: int) -> int:
+        """The number of samples in the blocks from `start` to `end`."""
+        return min(end * self.block_samples, self.num_samples) - start * self.block_samples
+
+
+class TakeBlock(CoordinatorRequest, tag="take"):
+    """Asks for the next block of a loader's epoch (lease_manager.py). Answered with a BlockGrant.
+
+    `done`: blocks finished since the last request. `before`: by epoch, the ranges of blocks that a restored run has
+    done. `ahead`: the block will be begun later. `last`: no later epoch is expected."""
 
     loader: int
     epoch: int
     loop: int
-    num_samples: int
-    block_samples: int
-    num_blocks: int
-    done: tuple[tuple[int, int, int], ...] = ()
+    cut: EpochCut
+    done: tuple[BlockName, ...] = ()
     before: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
     ahead: bool = False
     last: bool = True
 
 
 class BeginBlock(CoordinatorRequest, tag="begin"):
-    """A block that was taken ahead comes to the user's code. Answered with whether it is still this worker's."""
+    """A block that was taken ahead is about to be computed. Answered with whether this worker still holds it."""
 
     loader: int
-    epoch: int
-    loop: int
-    block: int
-    done: tuple[tuple[int, int, int], ...] = ()
+    block: BlockName
+    done: tuple[BlockName, ...] = ()
 
 
 class DoneBlocks(CoordinatorRequest, tag="done"):
-    """Blocks are done; with `release` this worker gives back what else it took from the loader."""
+    """Blocks are done; with `release` this worker also gives back all others that it holds of the loader."""
 
     loader: int
-    done: tuple[tuple[int, int, int], ...] = ()
+    done: tuple[BlockName, ...] = ()
     release: bool = False
 
 
 class ShowData(CoordinatorRequest, tag="data"):
-    """Answered with the views of all loaders, or with one loader's account."""
+    """Answered with the views of all loaders, or with the account of one."""
 
     loader: int | None = None
 
 
 class BlockGrant(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to TakeBlock: a "block", and how its epoch is cut; "end": none is left; "wait": for these holders."""
+    """The answer to TakeBlock: a "block" and how its epoch is cut; "end": none is left; "wait": for these holders."""
 
-    kind: str
+    kind: Literal["block", "end", "wait"]
     epoch: int = 0
     loop: int = 0
     block: int = 0
-    cut: tuple[int, ...] = ()  # samples, samples per block, blocks
+    cut: EpochCut = EpochCut(0, 1, 0)
     holders: tuple[int, ...] = ()
 
 
@@ -173,9 +169,7 @@ class CoordinatorReply(msgspec.Struct, tag_field="do", tag="reply", kw_only=True
 
 
 class CoordinatorEvent(msgspec.Struct, tag_field="do", tag="event", kw_only=True):
-    """What happened, pushed to every member: formed, joined, left, died, stop, message, expired.
-
-    `failed`: who died has told why itself, by an exception of its script."""
+    """What happened, pushed to the members. `failed`: the member that died has said why itself, by Fail."""
 
     kind: EventKind
     generation: int
@@ -186,10 +180,8 @@ class CoordinatorEvent(msgspec.Struct, tag_field="do", tag="event", kw_only=True
     body: bytes = b""
 
 
-AboutData = TakeBlock | BeginBlock | DoneBlocks | ShowData
-AnyRequest = (
-    Join | ListMembers | Reserve | Leave | Fail | Put | Get | Lease | Release | Send | Stop | Report | AboutData
-)
+LeaseRequest = TakeBlock | BeginBlock | DoneBlocks | ShowData
+AnyRequest = Join | ListMembers | Reserve | Leave | Fail | Put | Get | Send | Stop | Report | LeaseRequest
 AnyAnswer = CoordinatorReply | CoordinatorEvent
 
 decode_request = msgspec.msgpack.Decoder(AnyRequest).decode

@@ -1,12 +1,13 @@
-"""The coordinator behind a socket: one loop feeds the state machine and sends what it answers.
+"""CoordinatorService: the coordinator's state machine behind TCP sockets, on a thread of its own.
 
-Strangers never reach the loop: the listener hands on only connections that proved the run's token. A member that does
-not read what it is sent is dropped once `MAX_BACKLOG_BYTES` wait for it, so that it cannot hold up the others.
+The listeners pass on only connections that have proved the run's token. A member that does not read is dropped once
+`MAX_BACKLOG_BYTES` wait for it, so that it cannot delay the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import selectors
 import socket
@@ -29,109 +30,104 @@ TICK_S = 0.1
 MAX_BACKLOG_BYTES = 8 << 20
 
 
+@dataclasses.dataclass
 class _Connection:
-    def __init__(self, number: int, sock: socket.socket) -> None:
-        self.number = number
-        self.sock = sock
-        self.frames = FrameReader()
-        self.backlog = bytearray()
+    number: int
+    sock: socket.socket
+    frames: FrameReader = dataclasses.field(default_factory=FrameReader)
+    backlog: bytearray = dataclasses.field(default_factory=bytearray)
 
 
 class CoordinatorService:
-    """Runs in the launcher's process, or in rank 0's under an adopted launcher. All methods are thread-safe."""
+    """Runs in the launcher's process, or in rank 0's under another launcher. All methods are thread-safe."""
 
-    def __init__(
-        self, token: bytes, size: int, *, servers: int = 0, run: str = "", bind: str = "127.0.0.1", port: int = 0
-    ) -> None:
-        self.run = run
+    def __init__(self, token: bytes, size: int, *, servers: int = 0, bind: str = "127.0.0.1", port: int = 0) -> None:
         self.coordinator = Coordinator(size, servers)
         self.bytes_in = 0
         self.bytes_out = 0
-        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        self._listening = socket.create_server((bind, port), family=family, backlog=256)
+        self._listening = _listen(bind, port)
         self.address: tuple[str, int] = (bind, self._listening.getsockname()[1])
         self._token = token
-        self._order = threading.RLock()
+        self._lock = threading.RLock()
         self._connections: dict[int, _Connection] = {}
         self._next = 0
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        self._listener: AuthenticatedListener | None = None
-        self._further: list[AuthenticatedListener] = []
+        self._listeners: list[AuthenticatedListener] = []
         self._thread = threading.Thread(target=self._loop, name="hora-coordinator", daemon=True)
         self._closed = False
 
     def start(self) -> None:
-        self._listener = AuthenticatedListener(self._listening, self._token, PURPOSE, self._welcome)
+        self._accept(self._listening)
         self._thread.start()
 
     def listen(self, bind: str) -> int:
-        """Listens at another address too, for members that come by another road; the port there."""
-        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        sock = socket.create_server((bind, 0), family=family, backlog=256)
-        self._further.append(AuthenticatedListener(sock, self._token, PURPOSE, self._welcome))
+        """Listens at another address too; returns the port there."""
+        sock = _listen(bind, 0)
+        self._accept(sock)
         port: int = sock.getsockname()[1]
         return port
 
+    def _accept(self, sock: socket.socket) -> None:
+        self._listeners.append(AuthenticatedListener(sock, self._token, PURPOSE, self._add))
+
     def report_death(self, rank: int, reason: str, role: str = "worker") -> None:
-        """The launcher saw this process end badly."""
-        with self._order:
+        """The launcher saw this process fail."""
+        with self._lock:
             self._deliver(self.coordinator.died(role, rank, reason))
         self._wake()
 
     def report_exit(self, rank: int, role: str = "worker") -> None:
         """The launcher saw this process end well."""
-        with self._order:
+        with self._lock:
             self._deliver(self.coordinator.ended(role, rank))
         self._wake()
 
     def others_alive(self, rank: int) -> bool:
-        """Whether workers other than this one are still in the run."""
-        with self._order:
+        """Whether other workers are still in the run."""
+        with self._lock:
             return any(member.rank != rank for member in self.coordinator.alive if member.role == "worker")
 
     def has_ended(self) -> bool:
-        """Whether all workers had met, and none is in the run any more."""
+        """Whether the run had formed, and no worker is in it any more."""
         return self.formed and not self.others_alive(-1)
 
     @property
     def formed(self) -> bool:
-        """Whether all workers and servers have met."""
+        """Whether all workers and servers have joined."""
         return self.coordinator.generation > 0
 
     def joined(self) -> dict[int, str]:
-        """What became of the workers that joined later, by rank: alive, left or died."""
-        with self._order:
+        """The state of the workers that joined later, by rank: alive, left or died."""
+        with self._lock:
             return self.coordinator.joined
 
     def missing(self) -> list[tuple[str, int]]:
-        """Who has not joined yet, as role and rank."""
-        with self._order:
+        """The members that have not joined yet, as role and rank."""
+        with self._lock:
             return self.coordinator.missing
 
     def failures(self) -> list[tuple[tuple[str, int], str]]:
-        """Who said that it fails, as role and rank, and why, in that order."""
-        with self._order:
+        """The members that announced a failure, as role and rank, and the reasons, in order."""
+        with self._lock:
             return list(self.coordinator.failures)
 
     def values(self, prefix: str) -> dict[str, bytes]:
-        """What members have put under keys that begin so, for the launcher's record of the run."""
-        with self._order:
+        """The values whose keys have this prefix."""
+        with self._lock:
             return self.coordinator.values(prefix)
 
     def views(self) -> str:
-        """Where the epochs stand and who holds what, in words."""
-        with self._order:
-            return describe(self.coordinator.book.views())
+        """The state of the loaders' epochs, as a text."""
+        with self._lock:
+            return describe(self.coordinator.leases.views())
 
     def forget(self) -> None:
-        """In a forked child: drops the inherited descriptors."""
+        """In a forked child: closes the inherited descriptors."""
         self._closed = True
-        if self._listener:
-            self._listener.forget()
-        for listener in self._further:
+        for listener in self._listeners:
             listener.forget()
         for connection in self._connections.values():
             connection.sock.close()
@@ -140,16 +136,13 @@ class CoordinatorService:
         if self._closed:
             return
         self._closed = True
-        if self._listener:
-            self._listener.close()
-        else:
-            self._listening.close()
-        for listener in self._further:
+        for listener in self._listeners:
             listener.close()
+        self._listening.close()  # if it was not started
         self._wake()
         if self._thread.is_alive():
             self._thread.join(2.0)
-        with self._order:
+        with self._lock:
             for connection in self._connections.values():
                 connection.sock.close()
             self._connections.clear()
@@ -159,12 +152,12 @@ class CoordinatorService:
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
-    def _welcome(self, sock: socket.socket) -> None:
+    def _add(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keepalive.attach(sock)
-        with self._order:
+        with self._lock:
             if self._closed:
                 sock.close()
                 return
@@ -182,7 +175,7 @@ class CoordinatorService:
         next_tick = time.monotonic() + TICK_S
         while not self._closed:
             ready = self._selector.select(max(0.0, next_tick - time.monotonic()))
-            with self._order:
+            with self._lock:
                 for key, mask in ready:
                     if key.data is None:
                         with contextlib.suppress(OSError):
@@ -211,9 +204,9 @@ class CoordinatorService:
         try:
             for body in connection.frames.feed(data):
                 request = decode_request(body)
-                self._deliver(self.coordinator.handle(connection.number, request, time.monotonic()))
+                self._deliver(self.coordinator.handle(connection.number, request))
         except (ValueError, RecursionError, msgspec.MsgspecError) as problem:  # recursion: arrays nested without end
-            self._drop(connection, f"sent nonsense: {problem}")
+            self._drop(connection, f"sent an invalid message: {problem}")
 
     def _deliver(self, out: Out) -> None:
         for number, answer in out:
@@ -232,17 +225,22 @@ class CoordinatorService:
         except BlockingIOError:
             sent = 0
         except OSError:
-            return  # the reading side sees the end of it
+            return  # `_read` finds the same error and drops the connection
         self.bytes_out += sent
         del connection.backlog[:sent]
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.backlog else 0)
         self._selector.modify(connection.sock, events, connection)
 
-    def _drop(self, connection: _Connection, why: str, told: str = "") -> None:
-        """`told`: as much of it as the other members are to know."""
+    def _drop(self, connection: _Connection, why: str, public_reason: str = "") -> None:
+        """`public_reason`: the part of `why` that the other members are told."""
         if self._connections.pop(connection.number, None) is None:
-            return  # what it was sent, or another thread, has ended it already
+            return  # another thread, or a failed send, has dropped it already
         log.debug("control connection %d: %s", connection.number, why)
         self._selector.unregister(connection.sock)
         connection.sock.close()
-        self._deliver(self.coordinator.disconnected(connection.number, time.monotonic(), told))
+        self._deliver(self.coordinator.disconnected(connection.number, time.monotonic(), public_reason))
+
+
+def _listen(bind: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    return socket.create_server((bind, port), family=family, backlog=256)

@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..coordinator.messages import BlockName, EpochCut
 from ..errors import HoraError, Timeout
 
 if TYPE_CHECKING:
-    from .service import LeaseClient, Name
+    from .service import LeaseClient
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class LeasedBlock(BatchSlice):
     num_samples: int  # of the epoch, as it was put in order
 
     @property
-    def name(self) -> Name:
+    def name(self) -> BlockName:
         return self.epoch, self.loop, self.batch
 
 
@@ -292,16 +293,16 @@ class Leased(Ledger):
     ) -> None:
         self.num_blocks = num_batches(num_samples, block_samples, drop_last)
         self._lender = lender
-        self._cut = (num_samples, block_samples, self.num_blocks)
+        self._cut = EpochCut(num_samples, block_samples, self.num_blocks)
         self._epoch = epoch
         self._loop = loop
         self._rank = rank
         self._size = size
         self._before = [(each, self._blocks(each, samples)) for each, samples in sorted((before or {}).items())]
         self._stopped = stopped
-        self._held: dict[Name, LeasedBlock] = {}
-        self._unsaid: list[Name] = []  # blocks that are done, which the coordinator does not know yet
-        self._ahead: set[Name] = set()
+        self._held: dict[BlockName, LeasedBlock] = {}
+        self._unsaid: list[BlockName] = []  # blocks that are done, which the coordinator does not know yet
+        self._ahead: set[BlockName] = set()
         self._inside = False
         self.over = False  # the coordinator has said that nothing is left
 

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..coordinator import CoordinatorConnection
-from ..coordinator.messages import BeginBlock, BlockGrant, DoneBlocks, TakeBlock
+from ..coordinator.messages import BeginBlock, BlockGrant, BlockName, DoneBlocks, EpochCut, ShowData, TakeBlock
 from .remote_dataset import SampleExchange
-
-Name = tuple[int, int, int]  # of a block: epoch, loop over the loader in that epoch, number
 
 
 def _yes() -> bool:
@@ -38,38 +36,25 @@ class LeaseClient:
         self,
         epoch: int,
         loop: int,
-        cut: tuple[int, int, int],
-        done: Sequence[Name],
+        cut: EpochCut,
+        done: Sequence[BlockName],
         before: Sequence[tuple[int, tuple[tuple[int, int], ...]]],
         ahead: bool,
     ) -> BlockGrant:
-        num_samples, block_samples, num_blocks = cut
-        return self.control.take_block(
-            TakeBlock(
-                loader=self.number,
-                epoch=epoch,
-                loop=loop,
-                num_samples=num_samples,
-                block_samples=block_samples,
-                num_blocks=num_blocks,
-                done=tuple(done),
-                before=tuple(before),
-                ahead=ahead,
-                last=self.last(),
-            )
-        )
+        request = TakeBlock(
+            loader=self.number, epoch=epoch, loop=loop, cut=cut,
+            done=tuple(done), before=tuple(before), ahead=ahead, last=self.last(),
+        )  # fmt: skip
+        return self.control.lease_request(request, BlockGrant)
 
-    def begin(self, name: Name, done: Sequence[Name]) -> bool:
-        epoch, loop, block = name
-        return self.control.begin_block(
-            BeginBlock(loader=self.number, epoch=epoch, loop=loop, block=block, done=tuple(done))
-        )
+    def begin(self, name: BlockName, done: Sequence[BlockName]) -> bool:
+        return self.control.lease_request(BeginBlock(loader=self.number, block=name, done=tuple(done)), bool)
 
-    def done(self, done: Sequence[Name], release: bool) -> None:
-        self.control.done_blocks(DoneBlocks(loader=self.number, done=tuple(done), release=release))
+    def done(self, done: Sequence[BlockName], release: bool) -> None:
+        self.control.lease_request(DoneBlocks(loader=self.number, done=tuple(done), release=release), object)
 
     def account(self) -> dict[str, Any]:
-        return self.control.account(self.number)
+        return self.control.lease_request(ShowData(loader=self.number), dict)
 
 
 @dataclasses.dataclass(kw_only=True)

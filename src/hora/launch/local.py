@@ -155,7 +155,7 @@ def open_desk(config: RunConfig, crew: ProcessSet, run_id: str, token: bytes) ->
     from hora.coordinator import CoordinatorService
 
     try:
-        service = CoordinatorService(token, size=crew.size, servers=crew.num_servers, run=run_id, bind=config.bind)
+        service = CoordinatorService(token, size=crew.size, servers=crew.num_servers, bind=config.bind)
     except OSError as error:
         why = str(error.strerror or error).partition(" (")[0]
         raise ValueError(f"cannot listen on --bind {config.bind}: {why}; without it: 127.0.0.1") from None

@@ -130,9 +130,7 @@ def _through_launcher(identity: ProcessIdentity) -> RunContext:
 def _host(identity: ProcessIdentity, token: bytes, bind: str, port: int = 0, data: str = "") -> RunContext:
     """Starts the coordinator in this process, listening at `bind`; `data`: the address for the other connections."""
     try:
-        service = CoordinatorService(
-            token, identity.size, servers=identity.servers or 0, run=identity.job, bind=bind, port=port
-        )
+        service = CoordinatorService(token, identity.size, servers=identity.servers or 0, bind=bind, port=port)
     except OSError as problem:
         raise HoraError(f"rank 0 on {identity.host} cannot listen on {bind}:{port}: {problem}") from None
     service.start()

@@ -21,7 +21,7 @@ import threading
 import time
 
 from hora.coordinator import CoordinatorEvent, Member
-from hora.coordinator.messages import TakeBlock
+from hora.coordinator.messages import BlockGrant, EpochCut, TakeBlock
 from hora.rendezvous import environment
 from hora.rendezvous.rendezvous import rendezvous
 from hora.runs.exit_codes import SECONDARY_FAILURE
@@ -74,9 +74,9 @@ if me.role == "worker":
     if "holds" in sys.argv:
         control.put(f"parameters/{me.rank}", b"yes")
 if order == "lends":
-    epoch = {"loader": 0, "epoch": 0, "loop": 0, "num_samples": 40, "block_samples": 10, "num_blocks": 4}
-    first = control.take_block(TakeBlock(**epoch)).block
-    control.take_block(TakeBlock(**epoch, done=((0, 0, first),)))
+    epoch = {"loader": 0, "epoch": 0, "loop": 0, "cut": EpochCut(40, 10, 4)}
+    first = control.lease_request(TakeBlock(**epoch), BlockGrant).block
+    control.lease_request(TakeBlock(**epoch, done=((0, 0, first),)), BlockGrant)
 say(f"joined {', '.join(told)} as {identity.role} {identity.rank} of {identity.size} servers={identity.servers}")
 
 time.sleep(0.3)
