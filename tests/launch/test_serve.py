@@ -172,7 +172,7 @@ def test_serve_after_goes_on_with_the_last_parameters_until_ctrl_c(launcher: Lau
     with running(
         launcher, "run", "-n", 2, "--serve", 0, "--serve-after", "serving.py", "--steps", 20, "--told", told
     ) as run:
-        run.await_line("training has ended; serving goes on until Ctrl-C")
+        run.await_line("training has ended; still serving, until Ctrl-C")
         await_end_of(run.workers)
         status, answer = ask(run.port)
         last = max(written(told))
@@ -189,7 +189,7 @@ def test_the_servers_parameters_are_served_after_the_servers_end(launcher: Launc
         launcher, "run", "-n", 1, "--strategy", f"ps:mode={mode}", "--servers", 2, "--serve", 0, "--serve-after",
         "--serve-every", "60s", "serving.py", "--steps", 30, "--told", told,
     ) as run:  # fmt: skip
-        run.await_line("training has ended; serving goes on until Ctrl-C")
+        run.await_line("training has ended; still serving, until Ctrl-C")
         servers = [pid for pid in launcher.alive() if _role(pid) == "server"]
         await_end_of(run.workers + servers)
         status, answer = ask(run.port)
@@ -249,7 +249,9 @@ def test_hora_serve_answers_from_any_step_and_refuses_another_model(launcher: La
             assert run.end() == exit_codes.OK, run.text
     other = launcher.run("serve", "--port", 0, saved, "serving.py", "--width", 9)
     assert other.returncode == exit_codes.SCRIPT_FAILED
-    assert re.search(r"HoraError: 0.weight has shape \[8, 6\] in .*: it is of another model", other.stderr)
+    assert re.search(
+        r"HoraError: 0.weight has shape \[8, 6\] in .*: the checkpoint was saved from another model", other.stderr
+    )
     early = launcher.run("serve", "--port", 0, saved, "serving.py", "--fault", "no-prepare")
     assert early.returncode == exit_codes.SCRIPT_FAILED
     assert early.stderr == ("hora serve: the script ended before job.prepare(model, optimizer): nothing was served\n")

@@ -1,4 +1,4 @@
-"""A writer that publishes without a pause into the showcase behind a descriptor; every element of step s is s.
+"""A writer that publishes without a pause into the snapshot behind a descriptor; every element of step s is s.
 
 Run as `python hammer.py FD [KILL]`: with KILL it dies in the middle of publishing that step.
 """
@@ -9,8 +9,7 @@ import sys
 
 import torch
 
-from hora.serve.snapshot_buffer import SnapshotBuffer
-from hora.serve.source import ParameterVersion
+from hora.serve.snapshot_buffer import ParameterVersion, SnapshotBuffer
 
 SHAPES = [(64, 32), (1000,), (3, 4, 5, 6)]
 
@@ -36,7 +35,7 @@ class Deadly(torch.Tensor):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     parameters, buffers = tensors()
-    showcase = SnapshotBuffer.open(int(sys.argv[1]), parameters, buffers, entries())
+    snapshot = SnapshotBuffer.open(int(sys.argv[1]), parameters, buffers, entries())
     fatal = int(sys.argv[2]) if len(sys.argv) > 2 else -1
     step = 0
     while True:
@@ -45,4 +44,4 @@ if __name__ == "__main__":
             tensor.fill_(step)
         if step == fatal:
             buffers["count"] = buffers["count"].as_subclass(Deadly)
-        showcase.publish(parameters, buffers, ParameterVersion(step, round=step // 10, local_step=step % 10))
+        snapshot.publish(parameters, buffers, ParameterVersion(step, round=step // 10, local_step=step % 10))

@@ -15,8 +15,8 @@ from torch import nn
 from hora.http.server import HttpServer
 from hora.serve.app import make_app
 from hora.serve.batcher import Batcher
-from hora.serve.inference_protocol import Signature, signature_of
-from hora.serve.source import ParameterVersion
+from hora.serve.signature import Signature, signature_of
+from hora.serve.snapshot_buffer import ParameterVersion
 
 PATIENCE_S = 30.0
 SEVENTH = ParameterVersion(step=7)
@@ -25,13 +25,13 @@ SEVENTH = ParameterVersion(step=7)
 class Steps:
     """A source that says what it is told to; counts how often it was asked."""
 
-    def __init__(self, stamp: ParameterVersion | None = SEVENTH) -> None:
-        self.stamp = stamp
+    def __init__(self, version: ParameterVersion | None = SEVENTH) -> None:
+        self.version = version
         self.num_refreshes = 0
 
     def refresh(self) -> ParameterVersion | None:
         self.num_refreshes += 1
-        return self.stamp
+        return self.version
 
     def close(self) -> None: ...
 
@@ -65,21 +65,21 @@ class Recorder(nn.Module):
 def answering(model: nn.Module | list[nn.Module], source: Any = None, **options: Any) -> Iterator[Batcher]:
     options.setdefault("signature", lambda: None)
     models = model if isinstance(model, list) else [model]
-    answerer = Batcher(models, Steps() if source is None else source, **options)
+    batcher = Batcher(models, Steps() if source is None else source, **options)
     try:
-        yield answerer
+        yield batcher
     finally:
         for module in models:
             if isinstance(module, Recorder):
                 module.gate.set()
-        answerer.close()
+        batcher.close()
 
 
 @contextlib.contextmanager
-def served(answerer: Batcher, name: str = "net", host: str = "127.0.0.1", **options: Any) -> Iterator[int]:
-    """The port under which `answerer` is served."""
+def served(batcher: Batcher, name: str = "net", host: str = "127.0.0.1", **options: Any) -> Iterator[int]:
+    """The port under which `batcher` is served."""
     options.setdefault("allowed_hosts", [])
-    server = HttpServer(make_app(answerer, name=name, **options), host, 0)
+    server = HttpServer(make_app(batcher, name=name, **options), host, 0)
     done = threading.Event()
     thread = threading.Thread(target=server.run, args=(done.is_set,))
     thread.start()

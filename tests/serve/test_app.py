@@ -24,7 +24,7 @@ from hora.http.guard import RequestGuard
 from hora.http.server import HttpServer
 from hora.serve import app as app_module
 from hora.serve.batcher import Batcher
-from hora.serve.source import ParameterVersion
+from hora.serve.snapshot_buffer import ParameterVersion
 
 ROWS = [[1.0, 2.0, 3.0, 4.0]]
 MAX_BYTES = 1 << 20
@@ -33,8 +33,8 @@ MAX_BYTES = 1 << 20
 class Place:
     """A predictor under its port."""
 
-    def __init__(self, port: int, model: Recorder, source: Steps, answerer: Batcher) -> None:
-        self.port, self.model, self.source, self.answerer = port, model, source, answerer
+    def __init__(self, port: int, model: Recorder, source: Steps, batcher: Batcher) -> None:
+        self.port, self.model, self.source, self.batcher = port, model, source, batcher
         self.right = model.layer(torch.tensor(ROWS)).tolist()
 
     def predict(self, body: Any, **more: Any) -> tuple[int, Any]:
@@ -54,7 +54,7 @@ class Place:
             return _rest(line)
 
     def is_well(self) -> bool:
-        return self.predict(ROWS) == (200, {"outputs": self.right, "step": self.source.stamp.step})  # type: ignore[union-attr]
+        return self.predict(ROWS) == (200, {"outputs": self.right, "step": self.source.version.step})  # type: ignore[union-attr]
 
 
 def _rest(line: socket.socket) -> bytes:
@@ -68,11 +68,11 @@ def _rest(line: socket.socket) -> bytes:
 def place() -> Iterator[Place]:
     model, source = Recorder(), Steps()
     with (
-        answering(model, source, signature=model.learned) as answerer,
-        served(answerer, max_bytes=MAX_BYTES, allowed_hosts=["Predictor.Example"]) as port,
+        answering(model, source, signature=model.learned) as batcher,
+        served(batcher, max_bytes=MAX_BYTES, allowed_hosts=["Predictor.Example"]) as port,
     ):
-        yield Place(port, model, source, answerer)
-        assert Place(port, model, source, answerer).is_well()  # whatever a test has done
+        yield Place(port, model, source, batcher)
+        assert Place(port, model, source, batcher).is_well()  # whatever a test has done
 
 
 def sentence(said: Any) -> str:
@@ -94,7 +94,7 @@ def test_health_and_server_metadata(place: Place) -> None:
 
 
 def test_model_metadata_tells_the_signature_and_the_newest_step(place: Place) -> None:
-    place.source.stamp = ParameterVersion(step=9)  # nobody has asked since: still the newest is told
+    place.source.version = ParameterVersion(step=9)  # nobody has asked since: still the newest is told
     assert place.get("/v2/models/net") == (
         200,
         {
@@ -136,11 +136,11 @@ def test_predict_answers_people_with_curl(place: Place) -> None:
 
 
 def test_the_stamp_is_told_whole_by_both_doors(place: Place) -> None:
-    place.source.stamp = ParameterVersion(step=8, round=2, local_step=3, spread=1)
+    place.source.version = ParameterVersion(step=8, round=2, local_step=3, spread=1)
     parts = {"step": 8, "round": 2, "local_step": 3, "spread": 1}
     assert place.predict(ROWS) == (200, {"outputs": place.right, **parts})
     assert place.infer()[1]["parameters"] == parts
-    place.source.stamp = ParameterVersion(step=8)
+    place.source.version = ParameterVersion(step=8)
 
 
 def test_get_predict_shows_how_to_ask(place: Place) -> None:
@@ -163,11 +163,11 @@ def test_the_front_page_and_unknown_paths_list_the_endpoints(place: Place) -> No
 def test_an_unknown_model_or_version_is_told_what_there_is(place: Place) -> None:
     for path in ("/v2/models/other", "/v2/models/other/ready", "/v2/models/other/versions/7"):
         status, said = place.get(path)
-        assert status == 404 and sentence(said) == "there is no model 'other' here, only 'net'"
+        assert status == 404 and sentence(said) == "no model 'other'; the model is 'net'"
     assert place.get("/v2/models/net/versions/7")[0] == 200
     assert place.get("/v2/models/net/versions/7/ready")[0] == 200
     status, said = place.get("/v2/models/net/versions/6")
-    assert status == 404 and "the newest is 7" in sentence(said)
+    assert status == 404 and "only the newest, 7, is kept" in sentence(said)
     tensor = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": ROWS}]}
     assert ask(place.port, "POST", "/v2/models/net/versions/7/infer", tensor)[0] == 200
     assert ask(place.port, "POST", "/v2/models/net/versions/6/infer", tensor)[0] == 404
@@ -175,7 +175,7 @@ def test_an_unknown_model_or_version_is_told_what_there_is(place: Place) -> None
 
 def test_before_any_parameters_everything_says_so_and_when() -> None:
     source = Steps(None)
-    with answering(Recorder(), source) as answerer, served(answerer) as port:
+    with answering(Recorder(), source) as batcher, served(batcher) as port:
         for method, path, body in (
             ("POST", "/predict", ROWS), ("GET", "/v2/health/ready", None), ("GET", "/v2/models/net/ready", None),
         ):  # fmt: skip
@@ -185,17 +185,17 @@ def test_before_any_parameters_everything_says_so_and_when() -> None:
         assert ask(port, "GET", "/v2/health/live")[0] == 200
         assert ask(port, "GET", "/")[1]["ready"] is False
         assert ask(port, "GET", "/v2/models/net")[1]["versions"] == []
-        source.stamp = ParameterVersion(step=0)
+        source.version = ParameterVersion(step=0)
         assert ask(port, "GET", "/v2/health/ready")[0] == 200
         assert ask(port, "GET", "/")[1]["step"] == 0
 
 
 def test_a_busy_thread_does_not_stop_the_page_or_health(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "GLANCE_S", 0.2)
+    monkeypatch.setattr(app_module, "VERSION_S", 0.2)
     assert place.is_well()
     place.model.gate.clear()
     place.model.entered.clear()
-    waiting = place.answerer.submit({"x": torch.tensor(ROWS)})
+    waiting = place.batcher.submit({"x": torch.tensor(ROWS)})
     assert place.model.entered.wait(PATIENCE_S)
     assert place.get("/v2/health/ready")[0] == 200
     assert place.get("/")[1]["step"] == 7
@@ -205,8 +205,8 @@ def test_a_busy_thread_does_not_stop_the_page_or_health(place: Place, monkeypatc
 
 def test_texts_reach_predict_through_both_doors() -> None:
     with (
-        answering(Recorder(), predict=lambda model, texts: [text.upper() for text in texts]) as answerer,
-        served(answerer) as port,
+        answering(Recorder(), predict=lambda model, texts: [text.upper() for text in texts]) as batcher,
+        served(batcher) as port,
     ):
         assert ask(port, "POST", "/predict", ["a", "b"])[1] == {"outputs": ["A", "B"], "step": 7}
         tensor = {"name": "t", "shape": [2], "datatype": "BYTES", "data": ["a", "b"]}
@@ -223,16 +223,16 @@ def test_texts_reach_predict_through_both_doors() -> None:
         (b"", "list of rows"),
         (b"\x00\xff" * 1000, "list of rows"),
         (b"[[1, 2, 3, NaN]]", "malformed"),
-        (b"[[1, 2, 3, 1e39]]", "input 'x' holds NaN or infinity"),
+        (b"[[1, 2, 3, 1e39]]", "input 'x' has NaN or infinite values"),
         (b"[[1, 2, 3", "truncated"),
         (b"[[1, 2, 3]]", "input 'x' has shape [1, 3], expected [-1, 4]"),
-        (b"[1, 2, 3, 4]", "one row is a list that holds it"),
+        (b"[1, 2, 3, 4]", "put a single row into a list"),
         (b"[]", "at least one row"),
         (b"[[]]", "at least one row"),
         (b'["a"]', "predict=fn"),
         (b"[[true, true, true, true]]", "input 'x' has datatype BOOL, expected FP32"),
         (b'{"inputs": {"z": [[1, 2, 3, 4]]}}', "named 'z', expected 'x'"),
-        (b'{"inputs": {}}', "there are no inputs"),
+        (b'{"inputs": {}}', "the request has no inputs"),
         (b"[" * 100_000, "deep"),
         (b'{"inputs": ' + b'{"a":' * 100_000, "deep"),
     ],
@@ -245,7 +245,7 @@ def test_wrong_rows_are_a_400_with_one_sentence(place: Place, body: bytes, says:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"shape": [1, 5]}, "data of shape [1, 4], but says [1, 5]"),
+        ({"shape": [1, 5]}, "data of shape [1, 4], but its shape field is [1, 5]"),
         ({"shape": [1, 1, 4], "data": [1, 2, 3, 4]}, "input 'x' has shape [1, 1, 4], expected [-1, 4]"),
         ({"shape": [1 << 62, 4]}, "Expected `int` <="),
         ({"datatype": "FP64"}, "input 'x' has datatype FP64, expected FP32"),
@@ -267,7 +267,7 @@ def test_bytes_that_are_not_finite_are_refused(place: Place) -> None:
     for value in (float("nan"), float("inf")):
         body = head + struct.pack("<4f", 1, 2, 3, value)
         status, said, _ = ask(place.port, "POST", "/v2/models/net/infer", body, length)
-        assert status == 400 and "NaN or infinity" in sentence(said)
+        assert status == 400 and "NaN or infinite values" in sentence(said)
     for cut in (head, head + b"\x00" * 15, head + b"\x00" * 17):
         assert ask(place.port, "POST", "/v2/models/net/infer", cut, length)[0] == 400
     beyond = {"Inference-Header-Content-Length": str(1 << 60)}
@@ -279,7 +279,7 @@ def test_an_unknown_output_is_a_400(place: Place) -> None:
     tensor = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": ROWS}
     asked = {"inputs": [tensor], "outputs": [{"name": "probability"}]}
     status, said, _ = ask(place.port, "POST", "/v2/models/net/infer", asked)
-    assert status == 400 and sentence(said) == "there is no output 'probability'; the outputs are 'output'"
+    assert status == 400 and sentence(said) == "the model has no output 'probability'; its outputs are 'output'"
 
 
 def test_a_compressed_body_is_refused(place: Place) -> None:
@@ -289,7 +289,7 @@ def test_a_compressed_body_is_refused(place: Place) -> None:
 
 def test_a_mistake_of_our_own_is_a_500_without_its_secrets(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(app_module.plain_json, "encode", lambda *_: 1 / 0)
+        patch.setattr(app_module.protocols, "encode_plain", lambda *_: 1 / 0)
         status, said = place.predict(ROWS)
     assert status == 500 and "ZeroDivisionError" in sentence(said) and "division by" not in said["error"]
 
@@ -325,7 +325,7 @@ def test_what_all_bodies_hold_together_is_bounded_and_given_back(monkeypatch: py
     monkeypatch.setattr(guard, "MAX_HELD", 2)
     model = Recorder()
     row = b" " * 700 + json.dumps(ROWS).encode()
-    with answering(model, max_wait_ms=0) as answerer, served(answerer, max_bytes=1000) as port:
+    with answering(model, max_wait_ms=0) as batcher, served(batcher, max_bytes=1000) as port:
         for _ in range(5):
             model.gate.clear()
             model.entered.clear()
@@ -399,7 +399,7 @@ def test_good_and_bad_clients_at_once_do_not_mix(place: Place) -> None:
 
 def test_a_request_without_an_answer_is_given_up() -> None:
     model = Recorder()
-    with answering(model, timeout_s=0.3, max_wait_ms=0) as answerer, served(answerer) as port:
+    with answering(model, timeout_s=0.3, max_wait_ms=0) as batcher, served(batcher) as port:
         model.gate.clear()
         status, said, headers = ask(port, "POST", "/predict", ROWS)
         assert status == 503 and "no answer within 0.3 s" in sentence(said) and headers["Retry-After"] == "1"
@@ -426,7 +426,7 @@ def test_names_that_others_let_point_here_are_not(place: Place, host: str) -> No
 
 
 def test_the_address_that_was_reached_is_allowed() -> None:
-    with answering(Recorder()) as answerer, served(answerer, host="0.0.0.0") as port:
+    with answering(Recorder()) as batcher, served(batcher, host="0.0.0.0") as port:
         with socket.create_connection(("127.0.0.2", port)) as line:
             line.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: 127.0.0.2\r\nConnection: close\r\n\r\n")
             assert _rest(line).startswith(b"HTTP/1.1 200 ")
@@ -444,7 +444,7 @@ def test_an_answer_that_nobody_reads_counts_and_its_connection_is_cut(monkeypatc
         doors.append(self)
 
     monkeypatch.setattr(RequestGuard, "__init__", noted)
-    with answering(Recorder(), predict=lambda model, x: ["x" * large]) as answerer, served(answerer) as port:
+    with answering(Recorder(), predict=lambda model, x: ["x" * large]) as batcher, served(batcher) as port:
         with socket.socket() as line:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             line.connect(("127.0.0.1", port))
@@ -507,8 +507,8 @@ def test_an_address_in_use_is_told_with_a_remedy() -> None:
 
 
 def test_clients_that_come_before_the_server_runs_are_served() -> None:
-    with answering(Recorder()) as answerer:
-        server = HttpServer(app_module.make_app(answerer, name="net", allowed_hosts=[]), "127.0.0.1", 0)
+    with answering(Recorder()) as batcher:
+        server = HttpServer(app_module.make_app(batcher, name="net", allowed_hosts=[]), "127.0.0.1", 0)
         done = threading.Event()
         early: list[int] = []
         client = threading.Thread(target=lambda: early.append(ask(server.address[1], "GET", "/v2/health/live")[0]))
@@ -523,7 +523,7 @@ def test_clients_that_come_before_the_server_runs_are_served() -> None:
 
 def test_it_serves_over_ipv6() -> None:
     with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
-        with answering(Recorder()) as answerer, served(answerer, host="::1") as port:
+        with answering(Recorder()) as batcher, served(batcher, host="::1") as port:
             assert ask(port, "POST", "/predict", ROWS, host="::1")[0] == 200
         return
     pytest.skip("no IPv6 here")
@@ -531,8 +531,8 @@ def test_it_serves_over_ipv6() -> None:
 
 def test_a_request_under_way_at_the_end_is_finished_and_idle_clients_do_not_hold_it_up() -> None:
     model = Recorder()
-    with answering(model) as answerer:
-        server = HttpServer(app_module.make_app(answerer, name="net", allowed_hosts=[]), "127.0.0.1", 0)
+    with answering(model) as batcher:
+        server = HttpServer(app_module.make_app(batcher, name="net", allowed_hosts=[]), "127.0.0.1", 0)
         done = threading.Event()
         thread = threading.Thread(target=server.run, args=(done.is_set,))
         thread.start()
@@ -554,8 +554,8 @@ def test_a_request_under_way_at_the_end_is_finished_and_idle_clients_do_not_hold
 
 def test_a_request_that_hangs_does_not_hold_up_the_end() -> None:
     model = Recorder()
-    with answering(model) as answerer:
-        with served(answerer) as port:
+    with answering(model) as batcher:
+        with served(batcher) as port:
             model.gate.clear()
             with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as line:
                 body = json.dumps(ROWS).encode()
@@ -569,8 +569,8 @@ def test_an_until_that_raises_ends_the_server_and_is_seen() -> None:
     def until() -> bool:
         raise LookupError("over")
 
-    with answering(Recorder()) as answerer:
-        server = HttpServer(app_module.make_app(answerer, name="net", allowed_hosts=[]), "127.0.0.1", 0)
+    with answering(Recorder()) as batcher:
+        server = HttpServer(app_module.make_app(batcher, name="net", allowed_hosts=[]), "127.0.0.1", 0)
         with pytest.raises(LookupError, match="over"):
             server.run(until)
         with pytest.raises(OSError):
@@ -589,7 +589,7 @@ def test_nothing_is_said_and_signals_stay_as_they_were(
         seen.append([signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)])
         return next(rounds) == 4
 
-    with answering(Recorder()) as answerer:
-        HttpServer(app_module.make_app(answerer, name="net", allowed_hosts=[]), "127.0.0.1", 0).run(until)
+    with answering(Recorder()) as batcher:
+        HttpServer(app_module.make_app(batcher, name="net", allowed_hosts=[]), "127.0.0.1", 0).run(until)
     assert seen == [before] * 5
     assert capfd.readouterr() == ("", "") and caplog.records == []

@@ -17,11 +17,10 @@ from hora.net.fd_passing import FdPassing
 from hora.parameters.registry import ParameterRegistry
 from hora.rendezvous.context import RunContext
 from hora.serve import publisher as publishing
-from hora.serve.inference_protocol import Signature
 from hora.serve.predictor import LiveWorkers
 from hora.serve.publisher import Publisher, SnapshotOffer, record_signature
-from hora.serve.snapshot_buffer import SnapshotBuffer
-from hora.serve.source import ParameterVersion
+from hora.serve.signature import Signature
+from hora.serve.snapshot_buffer import ParameterVersion, SnapshotBuffer
 from hora.serve.sources import ServerSource, SnapshotSource
 from hora.server.block_memory import BlockMemory
 from hora.server.host import layout_of
@@ -42,17 +41,17 @@ class Model(torch.nn.Module):
         self.register_buffer("mask", torch.full((2,), float("-inf")))
 
 
-def roster_of(model: Model) -> ParameterRegistry:
+def registry_of(model: Model) -> ParameterRegistry:
     return ParameterRegistry([model], [torch.optim.SGD(model.line.parameters(), lr=1.0)])
 
 
-def shown(roster: ParameterRegistry) -> SnapshotBuffer:
-    return SnapshotBuffer.create(roster.parameters, roster.buffers, roster.entries())
+def shown(registry: ParameterRegistry) -> SnapshotBuffer:
+    return SnapshotBuffer.create(registry.parameters, registry.buffers, registry.entries())
 
 
-def publish(showcase: SnapshotBuffer, roster: ParameterRegistry, value: float, stamp: ParameterVersion) -> None:
-    parameters = [torch.full_like(parameter, value) for parameter in roster.parameters]
-    showcase.publish(parameters, {"mean": torch.full((5,), value), "mask": roster.buffers["mask"]}, stamp)
+def publish(snapshot: SnapshotBuffer, registry: ParameterRegistry, value: float, version: ParameterVersion) -> None:
+    parameters = [torch.full_like(parameter, value) for parameter in registry.parameters]
+    snapshot.publish(parameters, {"mean": torch.full((5,), value), "mask": registry.buffers["mask"]}, version)
 
 
 def values(model: Model) -> set[float]:
@@ -60,18 +59,18 @@ def values(model: Model) -> set[float]:
     return {float(value) for tensor in tensors for value in tensor.detach().reshape(-1)}  # type: ignore[union-attr]
 
 
-# -- showcases ---------------------------------------------------------------------------------------------------------
+# -- snapshots ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_is_loaded_and_the_step_never_goes_back() -> None:
     model = Model()
-    roster = roster_of(model)
-    showcase = shown(roster)
-    source = SnapshotSource(roster, [showcase])
+    registry = registry_of(model)
+    snapshot = shown(registry)
+    source = SnapshotSource(registry, [snapshot])
     before = values(model)
     assert source.refresh() is None and values(model) == before
     for step in (0, 3, 3, 2, 7):
-        publish(showcase, roster, float(step), ParameterVersion(step))
+        publish(snapshot, registry, float(step), ParameterVersion(step))
         expected = max(step, 3) if step else 0
         assert source.refresh() == ParameterVersion(expected) and values(model) == {float(expected)}
     source.close()
@@ -81,29 +80,29 @@ def test_the_newest_is_loaded_and_the_step_never_goes_back() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_never_loaded(bad: float) -> None:
     model = Model()
-    roster = roster_of(model)
-    showcase = shown(roster)
-    source = SnapshotSource(roster, [showcase])
-    publish(showcase, roster, bad, ParameterVersion(1))
+    registry = registry_of(model)
+    snapshot = shown(registry)
+    source = SnapshotSource(registry, [snapshot])
+    publish(snapshot, registry, bad, ParameterVersion(1))
     assert source.refresh() is None
-    publish(showcase, roster, 1.0, ParameterVersion(2))
+    publish(snapshot, registry, 1.0, ParameterVersion(2))
     assert source.refresh() == ParameterVersion(2), "a mask that was infinite from the start is no obstacle"
-    publish(showcase, roster, bad, ParameterVersion(3))
+    publish(snapshot, registry, bad, ParameterVersion(3))
     assert (
         source.refresh() == ParameterVersion(2) and source.refresh() == ParameterVersion(2) and values(model) == {1.0}
     )
-    publish(showcase, roster, 4.0, ParameterVersion(4))
+    publish(snapshot, registry, 4.0, ParameterVersion(4))
     assert source.refresh() == ParameterVersion(4) and values(model) == {4.0}
 
 
 def test_of_several_workers_the_later_round_counts_then_the_later_local_step() -> None:
     model = Model()
-    roster = roster_of(model)
-    cases = [shown(roster) for _ in range(3)]
-    source = SnapshotSource(roster, cases[:2])
+    registry = registry_of(model)
+    cases = [shown(registry) for _ in range(3)]
+    source = SnapshotSource(registry, cases[:2])
     source.add(cases[2])
-    publish(cases[0], roster, 7.0, ParameterVersion(0, round=0, local_step=0))
-    publish(cases[1], roster, float("nan"), ParameterVersion(1, round=0, local_step=1))
+    publish(cases[0], registry, 7.0, ParameterVersion(0, round=0, local_step=0))
+    publish(cases[1], registry, float("nan"), ParameterVersion(1, round=0, local_step=1))
     assert source.refresh() == ParameterVersion(0, round=0, local_step=0) and values(model) == {7.0}, (
         "the next after a bad one"
     )
@@ -115,10 +114,10 @@ def test_of_several_workers_the_later_round_counts_then_the_later_local_step() -
         (1, ParameterVersion(7, round=0, local_step=7), 4.0),
         (2, ParameterVersion(9, round=1, local_step=1), 6.0),
     ]
-    for number, (case, stamp, expected) in enumerate(story, start=1):
-        publish(cases[case], roster, float(number), stamp)
+    for number, (case, version, expected) in enumerate(story, start=1):
+        publish(cases[case], registry, float(number), version)
         source.refresh()
-        assert values(model) == {expected}, stamp
+        assert values(model) == {expected}, version
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------
@@ -127,14 +126,14 @@ def test_of_several_workers_the_later_round_counts_then_the_later_local_step() -
 class Servers:
     """Servers as state machines in this process, whose memory is read as a predictor reads it."""
 
-    def __init__(self, roster: ParameterRegistry, mode: str, num_servers: int = 2) -> None:
+    def __init__(self, registry: ParameterRegistry, mode: str, num_servers: int = 2) -> None:
         line = InProcessCoordinator(1).connect()
         access = RunContext(control=line, token=b"", rank=0, size=1, num_servers=num_servers)
-        self.layout: BlockLayout = layout_of(roster, access, 1 << 20)
+        self.layout: BlockLayout = layout_of(registry, access, 1 << 20)
         self.memories = [BlockMemory(len(part.blocks), part.num_bytes) for part in self.layout.parts]
         self.servers = []
         for number, (part, memory) in enumerate(zip(self.layout.parts, self.memories, strict=True)):
-            twin = roster_of(Model())
+            twin = registry_of(Model())
             shelf = Shelf(part, memory, twin.parameters, twin.names, twin.optimizers)
             self.servers.append(ServerState(shelf, Rules(mode=mode), number=number, num_servers=num_servers))
             self.servers[-1].join(0)
@@ -158,11 +157,11 @@ class Servers:
 
 def test_in_sync_only_parameters_of_one_step_are_read() -> None:
     model = Model()
-    roster = roster_of(model)
-    servers, showcase = Servers(roster, "sync"), shown(roster)
-    source = ServerSource(roster, servers.layout, servers.memories, showcase, together=True)
+    registry = registry_of(model)
+    servers, snapshot = Servers(registry, "sync"), shown(registry)
+    source = ServerSource(registry, servers.layout, servers.memories, snapshot, sync=True)
     assert source.refresh() is None
-    publish(showcase, roster, 10.0, ParameterVersion(0))
+    publish(snapshot, registry, 10.0, ParameterVersion(0))
     servers.fill(10.0)
     assert source.refresh() == ParameterVersion(0) and values(model) == {10.0}
     for number in (0, 1):
@@ -179,22 +178,22 @@ def test_in_sync_only_parameters_of_one_step_are_read() -> None:
 
 def test_where_servers_cannot_be_met_at_rest_rank_0s_newer_parameters_are_taken() -> None:
     model = Model()
-    roster = roster_of(model)
-    servers, showcase = Servers(roster, "sync"), shown(roster)
-    source = ServerSource(roster, servers.layout, servers.memories, showcase, together=True)
+    registry = registry_of(model)
+    servers, snapshot = Servers(registry, "sync"), shown(registry)
+    source = ServerSource(registry, servers.layout, servers.memories, snapshot, sync=True)
     servers.fill(10.0)
     servers.begin(0, 0, reaches=1)
     servers.push(0, 0, 1.0)
-    publish(showcase, roster, 3.0, ParameterVersion(6))
+    publish(snapshot, registry, 3.0, ParameterVersion(6))
     assert source.refresh() == ParameterVersion(6) and values(model) == {3.0}
 
 
 def test_in_async_the_stamp_is_the_lowest_version_and_the_spread() -> None:
     model = Model()
-    roster = roster_of(model)
-    servers, showcase = Servers(roster, "async"), shown(roster)
-    source = ServerSource(roster, servers.layout, servers.memories, showcase, together=False)
-    publish(showcase, roster, 0.0, ParameterVersion(0))
+    registry = registry_of(model)
+    servers, snapshot = Servers(registry, "async"), shown(registry)
+    source = ServerSource(registry, servers.layout, servers.memories, snapshot, sync=False)
+    publish(snapshot, registry, 0.0, ParameterVersion(0))
     servers.fill(0.0)
     assert source.refresh() == ParameterVersion(0, spread=0)
     for step in range(3):
@@ -220,7 +219,7 @@ def test_in_async_the_stamp_is_the_lowest_version_and_the_spread() -> None:
 
 
 def test_a_block_has_its_new_origin_before_it_is_at_rest_again() -> None:
-    servers = Servers(roster_of(Model()), "async", 1)
+    servers = Servers(registry_of(Model()), "async", 1)
     (memory,) = servers.memories
 
     class Watched:
@@ -233,10 +232,10 @@ def test_a_block_has_its_new_origin_before_it_is_at_rest_again() -> None:
 
 def test_a_reader_of_blocks_never_meets_half_an_update() -> None:
     model = Model()
-    roster = roster_of(model)
-    servers, showcase = Servers(roster, "async", 1), shown(roster)
-    source = ServerSource(roster, servers.layout, servers.memories, showcase, together=False)
-    publish(showcase, roster, 0.0, ParameterVersion(0))
+    registry = registry_of(model)
+    servers, snapshot = Servers(registry, "async", 1), shown(registry)
+    source = ServerSource(registry, servers.layout, servers.memories, snapshot, sync=False)
+    publish(snapshot, registry, 0.0, ParameterVersion(0))
     servers.fill(0.0)
     stop = threading.Event()
 
@@ -266,7 +265,7 @@ def test_a_reader_of_blocks_never_meets_half_an_update() -> None:
 
 def trained(rounds: int | None = None) -> tuple[Model, Sync]:
     model = Model()
-    sync = parse("ring").sync(roster_of(model))
+    sync = parse("ring").sync(registry_of(model))
     sync.rounds = rounds
     return model, sync
 
@@ -278,13 +277,13 @@ def publisher(
     control = hub.connect()
     control.join(Member("worker", 0, "here", 1))
     made = Publisher(ServeConfig(**options), rank, sync, control, b"t" * 32, all_ranks)  # type: ignore[arg-type]
-    words = hub.coordinator.values(f"showcase/{rank}").get(f"showcase/{rank}")
+    words = hub.coordinator.values(f"snapshot/{rank}").get(f"snapshot/{rank}")
     return made, None if words is None else msgspec.msgpack.decode(words, type=SnapshotOffer)
 
 
 def newest(made: Publisher) -> ParameterVersion | None:
-    assert made._showcase is not None
-    return made._showcase.newest()
+    assert made._snapshot is not None
+    return made._snapshot.newest()
 
 
 @pytest.mark.parametrize(
@@ -298,9 +297,9 @@ def test_parameters_are_shown_when_they_are_due(every: str, expected: list[int])
     found = []
     for step in range(1, 6):
         made.publish(step)
-        stamp = newest(made)
-        assert stamp is not None
-        found.append(stamp.step)
+        version = newest(made)
+        assert version is not None
+        found.append(version.step)
     assert found == expected
     made.publish(5, force=True)
     assert newest(made) == ParameterVersion(5)
@@ -308,11 +307,11 @@ def test_parameters_are_shown_when_they_are_due(every: str, expected: list[int])
 
 
 def shown_by(made: Publisher, model: Model) -> tuple[ParameterVersion | None, float]:
-    """The newest stamp, and what the first bias is there."""
-    assert made._showcase is not None
+    """The newest version, and what the first bias is there."""
+    assert made._snapshot is not None
     room = [torch.empty_like(parameter) for parameter in model.parameters()]
-    stamp = made._showcase.read([each.detach() for each in room], {})
-    return stamp, float(room[[name for name, _ in model.named_parameters()].index("line.bias")][0])
+    version = made._snapshot.read([each.detach() for each in room], {})
+    return version, float(room[[name for name, _ in model.named_parameters()].index("line.bias")][0])
 
 
 def at(model: Model, sync: Sync, value: float, rounds: int, local_steps: int) -> None:
@@ -385,7 +384,7 @@ def test_newest_shows_every_workers_own_parameters_within_the_round() -> None:
     assert newest(made) == ParameterVersion(2, round=0, local_step=2)
     made.close(clean=True)
     other, offer = publisher(sync, rank=1)
-    assert offer is None and other._showcase is None, "the average is rank 0's to show"
+    assert offer is None and other._snapshot is None, "the average is rank 0's to show"
 
 
 def test_too_little_memory_is_a_warning_and_training_goes_on(
@@ -421,7 +420,7 @@ def test_a_buffer_that_changes_its_shape_ends_the_showing_and_nothing_else(caplo
 def test_a_worker_that_is_done_does_not_wait_for_a_predictor_that_has_died() -> None:
     _, sync = trained()
     made, _ = publisher(sync, after=True)
-    made._hear(CoordinatorEvent(kind="died", generation=1, member=Member("predictor", 0, "here", 2)))
+    made._on_event(CoordinatorEvent(kind="died", generation=1, member=Member("predictor", 0, "here", 2)))
     begin = time.monotonic()
     made.close(clean=True)
     assert time.monotonic() - begin < publishing.LINGER_S / 2
@@ -430,10 +429,10 @@ def test_a_worker_that_is_done_does_not_wait_for_a_predictor_that_has_died() -> 
 def test_a_worker_that_joins_again_is_no_longer_gone() -> None:
     control = InProcessCoordinator(1).connect()
     control.join(member := Member("worker", 0, "here", 1))
-    crowd = LiveWorkers(control)
-    for kind, is_empty in (("died", True), ("joined", False), ("left", True)):
-        crowd._hear(CoordinatorEvent(kind=kind, generation=1, member=member))
-        assert crowd.is_empty == is_empty
+    workers = LiveWorkers(control)
+    for kind, all_gone in (("died", True), ("joined", False), ("left", True)):
+        workers._on_event(CoordinatorEvent(kind=kind, generation=1, member=member))
+        assert workers.all_gone == all_gone
 
 
 def test_where_a_run_outlives_rank_0_everybody_shows() -> None:

@@ -10,8 +10,8 @@ import torch
 from predictors import Recorder, Steps, answering, served
 from torch import nn
 
-from hora.serve.inference_protocol import signature_of
-from hora.serve.source import ParameterVersion
+from hora.serve.signature import signature_of
+from hora.serve.snapshot_buffer import ParameterVersion
 
 np = pytest.importorskip("numpy")
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -45,7 +45,7 @@ class _Client:
 @pytest.fixture
 def place() -> Iterator[_Client]:
     model, source = Recorder(), Steps(ParameterVersion(step=7, round=2))
-    with answering(model, source, signature=model.learned) as answerer, served(answerer) as port:
+    with answering(model, source, signature=model.learned) as batcher, served(batcher) as port:
         client = triton.InferenceServerClient(f"127.0.0.1:{port}")
         yield _Client(model, source, client)
         client.close()
@@ -54,7 +54,7 @@ def place() -> Iterator[_Client]:
 def test_the_client_finds_server_and_model_alive_and_ready(place: _Client) -> None:
     assert place.client.is_server_live() and place.client.is_server_ready() and place.client.is_model_ready("net")
     assert not place.client.is_model_ready("other")
-    place.source.stamp = ParameterVersion(step=8)
+    place.source.version = ParameterVersion(step=8)
     assert place.client.is_model_ready("net", "8") and not place.client.is_model_ready("net", "7")
     assert place.client.get_server_metadata()["extensions"] == ["binary_tensor_data"]
     metadata = place.client.get_model_metadata("net")
@@ -83,7 +83,7 @@ def test_answers_are_the_models_own_in_json_and_in_bytes(
 def test_every_datatype_comes_back_as_it_went(datatype: str, binary: bool) -> None:
     low = 0 if datatype in ("BOOL", "UINT8") else -2
     x = np.arange(low, low + 6).reshape(2, 3).astype(VALUES[datatype])
-    with answering(Echo()) as answerer, served(answerer) as port:
+    with answering(Echo()) as batcher, served(batcher) as port:
         client = triton.InferenceServerClient(f"127.0.0.1:{port}")
         back = client.infer("net", [tensor("x", x, datatype, binary)]).as_numpy("output")
         assert back.dtype == x.dtype and np.array_equal(back, x)
@@ -91,7 +91,7 @@ def test_every_datatype_comes_back_as_it_went(datatype: str, binary: bool) -> No
 
 
 def test_bf16_and_texts_come_back_as_they_went() -> None:
-    with answering(Echo(), predict=lambda model, x: x) as answerer, served(answerer) as port:
+    with answering(Echo(), predict=lambda model, x: x) as batcher, served(batcher) as port:
         client = triton.InferenceServerClient(f"127.0.0.1:{port}")
         texts = np.array(["a", "grün", ""], dtype=np.object_)
         for binary in (False, True):
@@ -112,7 +112,7 @@ def test_several_inputs_and_outputs_go_by_name() -> None:
     signature = signature_of(
         ["a", "b"], [torch.from_numpy(a), torch.from_numpy(b)], Two()(torch.ones(1), torch.ones(1))
     )
-    with answering(Two(), signature=lambda: signature) as answerer, served(answerer) as port:
+    with answering(Two(), signature=lambda: signature) as batcher, served(batcher) as port:
         client = triton.InferenceServerClient(f"127.0.0.1:{port}")
         inputs = [tensor("b", b, "INT64", False), tensor("a", a, "FP32", True)]
         both = client.infer("net", inputs)
@@ -129,10 +129,10 @@ def test_the_client_is_told_what_is_wrong(place: _Client) -> None:
         place.client.infer("net", [wrong])
     assert caught.value.status() == "400"
     right = tensor("x", np.zeros((3, 4), dtype=np.float32), "FP32", True)
-    with pytest.raises(InferenceServerException, match="there is no version '3'"):
+    with pytest.raises(InferenceServerException, match="no version '3'"):
         place.client.infer("net", [right], model_version="3")
-    with pytest.raises(InferenceServerException, match="classification, which is not offered"):
+    with pytest.raises(InferenceServerException, match="classification, which is not supported"):
         place.client.infer("net", [right], outputs=[triton.InferRequestedOutput("output", class_count=2)])
-    with pytest.raises(InferenceServerException, match="is encoded as 'gzip'"):
+    with pytest.raises(InferenceServerException, match="content encoding 'gzip' is not supported"):
         place.client.infer("net", [right], request_compression_algorithm="gzip")
     assert place.client.infer("net", [right], model_version="7").as_numpy("output").shape == (3, 2)

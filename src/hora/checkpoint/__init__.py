@@ -7,9 +7,9 @@ writer      save: written aside, synced, renamed; older ones are pruned
 reader      newest, Checkpoint: verified before anything of it is used
 """
 
-from .reader import Checkpoint, newest
+from .reader import Checkpoint, find, newest
 from .tensorfile import parse
 from .tree import decode, encode
 from .writer import save
 
-__all__ = ["Checkpoint", "decode", "encode", "newest", "parse", "save"]
+__all__ = ["Checkpoint", "decode", "encode", "find", "newest", "parse", "save"]

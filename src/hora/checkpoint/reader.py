@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -90,6 +91,21 @@ def newest(directory: str | os.PathLike[str]) -> Checkpoint | None:
     if damages:
         raise HoraError(f"no checkpoint in {directory} is valid: {'; '.join(damages)}")
     return None
+
+
+def find(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint that `path` is, or else the newest valid one in it. HoraError if there is none."""
+    path = Path(path)
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    if match is not None and (path / MANIFEST).exists():
+        try:
+            return verified(path, int(match[1]))
+        except Damaged as damage:
+            raise HoraError(f"{path} is damaged: {damage}") from None
+    found = newest(path)
+    if found is None:
+        raise HoraError(f"there is no checkpoint in {path}")
+    return found
 
 
 def verified(path: Path, step: int) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""App: the predictor's endpoints over an Answerer. Everything that is not an answer is {"error": "one sentence"}."""
+"""ASGI app of the predictor: its endpoints over a Batcher. Every error is {"error": "one sentence"}."""
 
 from __future__ import annotations
 
@@ -19,93 +19,90 @@ from starlette.routing import Route
 from .. import __version__
 from ..http.errors import HttpError, error_response
 from ..http.guard import RequestGuard
-from . import inference_protocol, plain_json
+from . import protocols
 from .batcher import Batcher, NotReady, Prediction
-from .source import ParameterVersion
+from .snapshot_buffer import ParameterVersion
 from .tensor_codec import Value
 
-GLANCE_S = 1.0  # how long a question about the moment waits for a busy thread before the last known one will do
+VERSION_S = 1.0  # how long a status request waits for a busy model before it reports the last known version
 
 T = TypeVar("T")
 
 
-def make_app(answerer: Batcher, *, name: str, allowed_hosts: Collection[str], max_bytes: int = 8 << 20) -> Starlette:
-    """The app that answers for the model `name` under `allowed_hosts` and the loopback's names."""
-    desk = _Endpoints(answerer, name)
-    model = f"/v2/models/{name}"
-    desk.endpoints = [
-        "POST /predict", "GET /v2/health/live", "GET /v2/health/ready", f"GET {model}", f"GET {model}/ready",
-        f"POST {model}/infer",
-    ]  # fmt: skip
+def make_app(batcher: Batcher, *, name: str, allowed_hosts: Collection[str], max_bytes: int = 8 << 20) -> Starlette:
+    """Serves the model `name` under `allowed_hosts` and the names of the loopback."""
+    endpoints = _Endpoints(batcher, name)
     routes = [
-        Route("/predict", desk.predict, methods=["POST"]),
-        Route("/v2/models/{name}/infer", desk.infer, methods=["POST"]),
-        Route("/v2/models/{name}/versions/{version}/infer", desk.infer, methods=["POST"]),
-        Route("/v2/health/live", desk.live),
-        Route("/v2/health/ready", desk.ready),
-        Route("/v2/models/{name}", desk.metadata),
-        Route("/v2/models/{name}/versions/{version}", desk.metadata),
-        Route("/v2/models/{name}/ready", desk.model_ready),
-        Route("/v2/models/{name}/versions/{version}/ready", desk.model_ready),
-        Route("/v2", desk.server),
-        Route("/", desk.index),
+        Route("/predict", endpoints.predict, methods=["POST"]),
+        Route("/v2/health/live", endpoints.live),
+        Route("/v2/health/ready", endpoints.ready),
+        Route("/v2", endpoints.server),
+        Route("/", endpoints.index),
     ]
+    for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        routes += [
+            Route(f"{model}/infer", endpoints.infer, methods=["POST"]),
+            Route(f"{model}/ready", endpoints.model_ready),
+            Route(model, endpoints.metadata),
+        ]
     app = Starlette(
         routes=routes,
         middleware=[Middleware(RequestGuard, allowed_hosts=allowed_hosts, max_bytes=max_bytes)],
-        exception_handlers={HttpError: _refused, HTTPException: desk.astray, Exception: _broken},
+        exception_handlers={HttpError: _rejected, HTTPException: endpoints.not_found, Exception: _failed},
     )
-    app.router.redirect_slashes = False  # what is nearly right is wrong, and gets the list of what is right
+    app.router.redirect_slashes = False  # a path that is nearly right gets the list of endpoints
     return app
 
 
 class _Endpoints:
-    """The endpoints."""
-
-    def __init__(self, answerer: Batcher, name: str) -> None:
-        self._answerer = answerer
+    def __init__(self, batcher: Batcher, name: str) -> None:
+        self._batcher = batcher
         self._name = name
-        self.endpoints: list[str] = []
+        model = f"/v2/models/{name}"
+        self._paths = [
+            "POST /predict", "GET /v2/health/live", "GET /v2/health/ready", f"GET {model}", f"GET {model}/ready",
+            f"POST {model}/infer",
+        ]  # fmt: skip
 
     async def predict(self, request: Request) -> Response:
-        inputs = plain_json.parse(await _body(request), self._answerer.expected)
-        answer = await self._answer(inputs)
-        return _json(plain_json.encode(answer.outputs, answer.stamp))
+        inputs = protocols.parse_plain(await _body(request), self._batcher.signature)
+        prediction = await self._predict(inputs)
+        return _json(protocols.encode_plain(prediction.outputs, prediction.version))
 
     async def infer(self, request: Request) -> Response:
         self._check_name(request)
-        asked = inference_protocol.parse(await _body(request), request.headers.get(inference_protocol.HEADER))
-        answer = await self._answer(asked.inputs)
-        self._check_version(request, answer.stamp)
-        body, length = inference_protocol.encode(asked, answer.outputs, answer.stamp, self._name)
+        asked = protocols.parse_infer(await _body(request), request.headers.get(protocols.HEADER))
+        prediction = await self._predict(asked.inputs)
+        self._check_version(request, prediction.version)
+        body, length = protocols.encode_infer(asked, prediction.outputs, prediction.version, self._name)
         if length is None:
             return _json(body)
-        return Response(body, headers={inference_protocol.HEADER: str(length)}, media_type="application/octet-stream")
+        return Response(body, headers={protocols.HEADER: str(length)}, media_type="application/octet-stream")
 
     async def live(self, request: Request) -> Response:
         return _json({"live": True})
 
     async def ready(self, request: Request) -> Response:
-        await self._ready()
+        await self._ready_version()
         return _json({"ready": True})
 
     async def model_ready(self, request: Request) -> Response:
         self._check_name(request)
-        self._check_version(request, await self._ready())
+        self._check_version(request, await self._ready_version())
         return _json({"name": self._name, "ready": True})
 
     async def metadata(self, request: Request) -> Response:
         self._check_name(request)
-        stamp = await self._moment()
-        self._check_version(request, stamp)
-        known = self._answerer.expected
+        version = await self._version()
+        self._check_version(request, version)
+        signature = self._batcher.signature
         return _json(
             {
                 "name": self._name,
-                "versions": [str(stamp.step)] if stamp else [],
+                "versions": [str(version.step)] if version else [],
                 "platform": "hora_pytorch",
-                "inputs": known.inputs if known else [],
-                "outputs": known.outputs if known else [],
+                "inputs": signature.inputs if signature else [],
+                "outputs": signature.outputs if signature else [],
             }
         )
 
@@ -113,51 +110,49 @@ class _Endpoints:
         return _json({"name": "hora", "version": __version__, "extensions": ["binary_tensor_data"]})
 
     async def index(self, request: Request) -> Response:
-        stamp = await self._moment()
-        about = {"name": self._name, "ready": stamp is not None, "step": stamp.step if stamp else None}
-        return _json({**about, "endpoints": self.endpoints})
+        version = await self._version()
+        about = {"name": self._name, "ready": version is not None, "step": version.step if version else None}
+        return _json({**about, "endpoints": self._paths})
 
-    async def astray(self, request: Request, error: Exception) -> Response:
-        """A path that is not there, or not for this method."""
+    async def not_found(self, request: Request, error: Exception) -> Response:
+        """An unknown path, or a method that it does not have."""
         assert isinstance(error, HTTPException)
         headers = dict(error.headers or {})
         if error.status_code == 405 and request.url.path == "/predict":
             host = request.headers["host"]
             return error_response(f"/predict takes POST: curl {host}/predict -d '[[0.5, 1.5]]'", 405, headers)
-        there = f"there is no {request.method} {request.url.path[:80]} here, only {', '.join(self.endpoints)}"
-        return error_response(there, error.status_code, headers)
+        message = f"no endpoint {request.method} {request.url.path[:80]}; endpoints: {', '.join(self._paths)}"
+        return error_response(message, error.status_code, headers)
 
-    async def _answer(self, inputs: Mapping[str, Value]) -> Prediction:
+    async def _predict(self, inputs: Mapping[str, Value]) -> Prediction:
         try:
-            return await _within(self._answerer.timeout_s, self._answerer.submit(inputs))
+            return await _within(self._batcher.timeout_s, self._batcher.submit(inputs))
         except TimeoutError:
-            raise HttpError(f"no answer within {self._answerer.timeout_s:g} s", 503) from None
+            raise HttpError(f"no answer within {self._batcher.timeout_s:g} s", 503) from None
 
-    async def _moment(self) -> ParameterVersion | None:
+    async def _version(self) -> ParameterVersion | None:
         try:
-            return await _within(GLANCE_S, self._answerer.moment())
+            return await _within(VERSION_S, self._batcher.newest_version())
         except TimeoutError:
-            return self._answerer.stamp
+            return self._batcher.version
 
-    async def _ready(self) -> ParameterVersion:
-        stamp = await self._moment()
-        if stamp is None:
+    async def _ready_version(self) -> ParameterVersion:
+        version = await self._version()
+        if version is None:
             raise NotReady
-        return stamp
+        return version
 
     def _check_name(self, request: Request) -> None:
         name = request.path_params["name"]
         if name != self._name:
-            raise HttpError(f"there is no model {name[:80]!r} here, only {self._name!r}", 404)
+            raise HttpError(f"no model {name[:80]!r}; the model is {self._name!r}", 404)
 
-    def _check_version(self, request: Request, stamp: ParameterVersion | None) -> None:
-        """The parameters of one step are all that there is: the newest."""
+    def _check_version(self, request: Request, version: ParameterVersion | None) -> None:
+        """Only the newest version is kept."""
         asked = request.path_params.get("version")
-        if asked is not None and (stamp is None or asked != str(stamp.step)):
-            newest = f"the newest is {stamp.step}" if stamp else "there is none yet"
-            raise HttpError(
-                f"there is no version {asked[:80]!r} of {self._name!r}: {newest}, and no other is kept", 404
-            )
+        if asked is not None and (version is None or asked != str(version.step)):
+            newest = f"only the newest, {version.step}, is kept" if version else "there is none yet"
+            raise HttpError(f"no version {asked[:80]!r} of {self._name!r}: {newest}", 404)
 
 
 async def _within(seconds: float, future: Future[T]) -> T:
@@ -166,9 +161,9 @@ async def _within(seconds: float, future: Future[T]) -> T:
 
 
 async def _body(request: Request) -> bytes:
-    coding = request.headers.get("content-encoding", "identity")
-    if coding.lower() != "identity":
-        raise HttpError(f"the body is encoded as {coding[:80]!r}, expected it as it is", 415)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise HttpError(f"content encoding {encoding[:80]!r} is not supported; send the body uncompressed", 415)
     return await request.body()
 
 
@@ -177,11 +172,11 @@ def _json(content: Any) -> Response:
     return Response(body, media_type="application/json")
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _rejected(request: Request, error: Exception) -> Response:
     assert isinstance(error, HttpError)
     return error_response(str(error), error.status)
 
 
-async def _broken(request: Request, error: Exception) -> Response:
-    """Our own mistake; starlette raises it again after this, and the server logs it."""
-    return error_response(f"the predictor failed with {type(error).__name__}; its log says more", 500)
+async def _failed(request: Request, error: Exception) -> Response:
+    """Starlette raises the error again after this, and the server logs it."""
+    return error_response(f"the predictor failed with {type(error).__name__}; see its log", 500)

@@ -1,19 +1,20 @@
-"""Answerer: one thread that turns waiting requests into batches, and batches into answers.
+"""Batcher: one thread that turns queued requests into batches and runs the model on them.
 
-    submit   any thread: checks the request and queues it; a Future at once, never blocks, never raises
-    gather   the oldest request, and those behind it of the same kind, up to `max_batch` rows
-    refresh  the source loads the newest parameters: the whole batch is of one moment, and each answer carries it
-    call     one forward; if that fails, each request by itself, so that a bad one fails alone. A request with more
-             than `max_batch` rows takes several, all of one moment
-    settle   every Future gets its own rows, or a Refusal
+    submit    any thread: check the request and queue it; returns a Future at once, never blocks, never raises
+    gather    the oldest request and those behind it of the same kind, up to `max_batch` rows
+    refresh   the source loads the newest parameters: a batch has one version, which every prediction carries
+    run       one forward; if it fails, one per request, so that a bad request fails alone. A request of more than
+              `max_batch` rows takes several forwards, all with one version
+    resolve   every Future gets its own rows, or an HttpError
 
-If nobody else waits, the thread waits for company up to `max_wait_ms`, but no longer than until as many have come as
-the last time: a lone client is never kept waiting for others that do not exist.
+While the queue is empty the thread waits for more requests up to `max_wait_ms`, but only until the batch has as many as
+the last one: a single client does not wait for others.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import threading
 import time
@@ -25,16 +26,17 @@ import msgspec
 from torch import nn
 
 from ..http.errors import HttpError
-from .batch import Predict, call, check_rows, cut, is_finite, joined, kind_of, magnitude, rows_of
-from .signature import Signature, check
-from .source import ParameterSource, ParameterVersion
+from .batch import Predict, concatenate, is_finite, kind_of, largest_magnitude, run_model, slice_rows
+from .signature import Signature, check_inputs, count_rows
+from .snapshot_buffer import ParameterVersion
+from .sources import ParameterSource
 from .tensor_codec import Value
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 1024  # requests; more are sent away at once
-LARGE = 1e15  # inputs beyond it are no model's to answer: a product of two sums overflows
-CLOSE_S = 2.0  # how long `close` lets the thread answer what is queued
+MAX_QUEUED = 1024  # requests
+LARGE = 1e15  # for inputs beyond it, overflow is the request's fault: a product of two sums overflows float32
+CLOSE_S = 2.0  # how long `close` waits for queued requests
 
 
 class NotReady(HttpError):
@@ -45,29 +47,27 @@ class NotReady(HttpError):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """One request's rows of the outputs, and the moment of the parameters that they were computed with."""
+    """The outputs for one request's rows, and the version of the parameters that gave them."""
 
     outputs: dict[str, Value]
-    stamp: ParameterVersion
+    version: ParameterVersion
 
 
-class _Waiting:
-    """A request in the queue."""
+@dataclasses.dataclass(eq=False)
+class _Request:
+    inputs: Mapping[str, Value]
+    rows: int
+    deadline: float
+    future: Future[Prediction]
 
-    __slots__ = ("deadline", "future", "inputs", "kind", "rows")
-
-    def __init__(self, inputs: Mapping[str, Value], rows: int, deadline: float, future: Future[Prediction]) -> None:
-        self.inputs = inputs
-        self.rows = rows
-        self.kind = kind_of(inputs)
-        self.deadline = deadline
-        self.future = future
+    def __post_init__(self) -> None:
+        self.kind = kind_of(self.inputs)
 
 
 class Batcher:
-    """Answers with `models`, whose parameters `source` keeps new; both are touched by its thread alone, until `close`.
-    The source stays its maker's to close. `signature` says what the model takes as soon as that is known; it is not
-    asked where `predict` stands before the model. `timeout_s`: what has waited that long is sent away."""
+    """Predicts with `models`, whose parameters `source` keeps new; only its own thread touches both, until `close`. The
+    caller closes the source. `signature()` is the model's signature once it is known; it is not used with `predict`. A
+    request that waits longer than `timeout_s` fails."""
 
     def __init__(
         self, models: Sequence[nn.Module], source: ParameterSource, *, predict: Predict | None = None,
@@ -77,7 +77,7 @@ class Batcher:
         if max_batch < 1 or not max_wait_ms >= 0:
             raise ValueError(f"max_batch={max_batch}, max_wait_ms={max_wait_ms}: expected at least 1 row and 0 ms")
         self.timeout_s = timeout_s
-        self.stamp: ParameterVersion | None = None  # of the last batch
+        self.version: ParameterVersion | None = None  # of the last batch
         self._models = models
         self._source = source
         self._predict = predict
@@ -85,189 +85,184 @@ class Batcher:
         self._max_batch = max_batch
         self._max_wait_s = max_wait_ms / 1000
         self._changed = threading.Condition()
-        self._queue: collections.deque[_Waiting] = collections.deque()
-        self._curious: list[Future[ParameterVersion | None]] = []
-        self._under_way: list[_Waiting] = []
-        self._usual = MAX_WAITING  # how many requests the last batch had
+        self._queue: collections.deque[_Request] = collections.deque()
+        self._version_futures: list[Future[ParameterVersion | None]] = []
+        self._batch: list[_Request] = []  # in progress
+        self._last_batch_size = MAX_QUEUED  # requests
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="hora-predictor", daemon=True)
         self._thread.start()
 
     @property
-    def expected(self) -> Signature | None:
-        """What a request has to look like, where that is known."""
+    def signature(self) -> Signature | None:
+        """What requests are checked against; None if it is not known, or with `predict`."""
         return None if self._predict is not None else self._signature()
 
     def submit(self, inputs: Mapping[str, Value]) -> Future[Prediction]:
-        """The answer to come, or a Refusal. All values have the same first dimension: the rows. Thread-safe."""
+        """A Prediction or an HttpError. All inputs have the same number of rows. Thread-safe."""
         future: Future[Prediction] = Future()
         try:
-            rows = rows_of(inputs, texts=self._predict is not None)
-            expected = self.expected
-            if expected is not None:
-                check(expected, inputs)
-            waiting = _Waiting(inputs, rows, time.monotonic() + self.timeout_s, future)
+            rows = count_rows(inputs, allow_text=self._predict is not None)
+            signature = self.signature
+            if signature is not None:
+                check_inputs(signature, inputs)
+            request = _Request(inputs, rows, time.monotonic() + self.timeout_s, future)
             with self._changed:
                 if self._closing:
-                    raise _closing()
-                if len(self._queue) >= MAX_WAITING:
-                    raise HttpError(f"{MAX_WAITING} requests are waiting already", 503)
-                self._queue.append(waiting)
+                    raise _closing_error()
+                if len(self._queue) >= MAX_QUEUED:
+                    raise HttpError(f"{MAX_QUEUED} requests are already queued", 503)
+                self._queue.append(request)
                 self._changed.notify()
-        except HttpError as refusal:
-            _fail(future, refusal)
+        except HttpError as error:
+            _fail(future, error)
         return future
 
-    def moment(self) -> Future[ParameterVersion | None]:
-        """The newest parameters' moment, once they have been loaded; None if there are none yet. Thread-safe."""
+    def newest_version(self) -> Future[ParameterVersion | None]:
+        """Refresh the parameters; their version, or None if there are none yet. Thread-safe."""
         future: Future[ParameterVersion | None] = Future()
         with self._changed:
             if self._closing:
-                future.set_result(self.stamp)
+                future.set_result(self.version)
             else:
-                self._curious.append(future)
+                self._version_futures.append(future)
                 self._changed.notify()
         return future
 
     def close(self) -> None:
-        """Answer what is queued, for CLOSE_S at most; what is left then is refused. Blocks no longer than that."""
+        """Finish queued requests, for at most CLOSE_S; the rest fail."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join(CLOSE_S)
         with self._changed:
-            left = [*self._under_way, *self._queue]
-            curious, self._curious = self._curious, []
+            left = [*self._batch, *self._queue]
             self._queue.clear()
-        for waiting in left:
-            _fail(waiting.future, _closing())
-        for future in curious:
-            _settle(future, self.stamp)
+            version_futures, self._version_futures = self._version_futures, []
+        for request in left:
+            _fail(request.future, _closing_error())
+        for future in version_futures:
+            _resolve(future, self.version)
 
     def _run(self) -> None:
-        while (curious := self._gather()) is not None:
+        while (version_futures := self._gather()) is not None:
             try:
-                self._answer(curious)
-            except BaseException as error:  # nothing that a user's code does may end the thread
-                log.exception("a batch of %d requests could not be answered", len(self._under_way))
-                unanswered: list[Future[Any]] = [*curious, *(waiting.future for waiting in self._under_way)]
-                for future in unanswered:
-                    _fail(
-                        future, HttpError(f"the predictor failed with {type(error).__name__}; its log says more", 500)
-                    )
-            self._under_way = []
+                self._answer(version_futures)
+            except BaseException as error:  # user code must not end the thread
+                log.exception("a batch of %d requests failed", len(self._batch))
+                futures: list[Future[Any]] = [*version_futures, *(request.future for request in self._batch)]
+                for future in futures:
+                    _fail(future, HttpError(f"the predictor failed with {type(error).__name__}; see its log", 500))
+            self._batch = []
 
     def _gather(self) -> list[Future[ParameterVersion | None]] | None:
-        """Wait for work: those who only ask for the moment, and in `_under_way` a batch from the queue, which may be
-        empty. None when all is done and nothing more will come."""
+        """Wait for work: returns the futures of `newest_version`, and fills `_batch`, which may stay empty. None after
+        `close`."""
         with self._changed:
-            while not self._queue and not self._curious:
+            while not self._queue and not self._version_futures:
                 if self._closing:
                     return None
                 self._changed.wait()
             if self._queue:
-                self._take_batch(self._queue.popleft())
-            curious, self._curious = self._curious, []
-            return curious
+                self._fill_batch(self._queue.popleft())
+            version_futures, self._version_futures = self._version_futures, []
+            return version_futures
 
-    def _take_batch(self, first: _Waiting) -> None:
-        self._under_way = batch = [first]
+    def _fill_batch(self, first: _Request) -> None:
+        self._batch = batch = [first]
         rows = first.rows
-        until = time.monotonic() + (0.0 if self._queue else self._max_wait_s)
+        deadline = time.monotonic() + (0.0 if self._queue else self._max_wait_s)
         while True:
             while self._queue and self._queue[0].kind == first.kind and rows + self._queue[0].rows <= self._max_batch:
                 batch.append(self._queue.popleft())
                 rows += batch[-1].rows
-            patience_s = until - time.monotonic()
-            enough = self._queue or rows >= self._max_batch or len(batch) >= self._usual
-            if enough or self._closing or patience_s <= 0:
+            left_s = deadline - time.monotonic()
+            full = self._queue or rows >= self._max_batch or len(batch) >= self._last_batch_size
+            if full or self._closing or left_s <= 0:
                 break
-            self._changed.wait(patience_s)
-        self._usual = len(batch)
+            self._changed.wait(left_s)
+        self._last_batch_size = len(batch)
 
-    def _answer(self, curious: Sequence[Future[ParameterVersion | None]]) -> None:
-        self.stamp = stamp = self._source.refresh()
-        for future in curious:
-            _settle(future, stamp)
-        batch = [waiting for waiting in self._under_way if self._still_wanted(waiting)]
-        if stamp is None:
-            for waiting in batch:
-                _fail(waiting.future, NotReady())
-        elif len(batch) < 2 or not self._answer_together(batch, stamp):
-            for waiting in batch:
-                self._answer_together([waiting], stamp)
+    def _answer(self, version_futures: Sequence[Future[ParameterVersion | None]]) -> None:
+        self.version = version = self._source.refresh()
+        for future in version_futures:
+            _resolve(future, version)
+        batch = [request for request in self._batch if self._is_wanted(request)]
+        if version is None:
+            for request in batch:
+                _fail(request.future, NotReady())
+        elif len(batch) < 2 or not self._predict_batch(batch, version):
+            for request in batch:
+                self._predict_batch([request], version)
 
-    def _still_wanted(self, waiting: _Waiting) -> bool:
-        if not waiting.future.set_running_or_notify_cancel():
+    def _is_wanted(self, request: _Request) -> bool:
+        if not request.future.set_running_or_notify_cancel():
             return False
-        if time.monotonic() > waiting.deadline:
-            _fail(waiting.future, HttpError(f"the request has waited for more than {self.timeout_s:g} s", 503))
+        if time.monotonic() > request.deadline:
+            _fail(request.future, HttpError(f"the request waited for more than {self.timeout_s:g} s", 503))
             return False
         return True
 
-    def _answer_together(self, batch: Sequence[_Waiting], stamp: ParameterVersion) -> bool:
-        """Whether one forward has answered them all; a single request is answered in any case, if by a Refusal."""
-        rows = sum(waiting.rows for waiting in batch)
+    def _predict_batch(self, batch: Sequence[_Request], version: ParameterVersion) -> bool:
+        """Whether all futures are resolved. False only for several requests that failed together."""
         try:
-            outputs = self._call(joined([waiting.inputs for waiting in batch]), rows)
+            inputs = concatenate([request.inputs for request in batch])
+            outputs = self._run_slices(inputs, sum(request.rows for request in batch))
         except Exception as error:
             if len(batch) > 1:
                 return False
             if not isinstance(error, HttpError):
-                log.exception("a request could not be answered")
-                error = HttpError(f"the model failed with {type(error).__name__}; the predictor's log says more", 500)
-            log.debug("a request was refused", exc_info=True)
+                log.exception("a request failed")
+                error = HttpError(f"the model failed with {type(error).__name__}; see the predictor's log", 500)
+            log.debug("a request was rejected", exc_info=True)
             _fail(batch[0].future, error)
             return True
         finite = all(map(is_finite, outputs.values()))
         start = 0
-        for waiting in batch:
-            own = cut(outputs, start, start + waiting.rows)
-            start += waiting.rows
-            broken = [] if finite else [name for name, value in own.items() if not is_finite(value)]
-            if broken:
-                _fail(waiting.future, _overflow(broken[0], waiting.inputs, stamp))
+        for request in batch:
+            own = slice_rows(outputs, start, start + request.rows)
+            start += request.rows
+            nonfinite = [] if finite else [name for name, value in own.items() if not is_finite(value)]
+            if nonfinite:
+                _fail(request.future, _nonfinite_error(nonfinite[0], request.inputs, version))
             else:
-                _settle(waiting.future, Prediction(own, stamp))
+                _resolve(request.future, Prediction(own, version))
         return True
 
-    def _call(self, inputs: dict[str, Value], rows: int) -> dict[str, Value]:
-        """At most `max_batch` rows at a time, so that a large request takes no more memory than a full batch."""
+    def _run_slices(self, inputs: dict[str, Value], rows: int) -> dict[str, Value]:
+        """At most `max_batch` rows at a time, so that a large request needs no more memory than a full batch."""
         parts = []
         for start in range(0, rows, self._max_batch):
             stop = min(rows, start + self._max_batch)
-            outputs = call(self._models, self._predict, cut(inputs, start, stop) if rows > self._max_batch else inputs)
-            check_rows(outputs, stop - start, self._predict)
-            parts.append(outputs)
+            part = slice_rows(inputs, start, stop) if rows > self._max_batch else inputs
+            parts.append(run_model(self._models, self._predict, part, stop - start))
         if len({kind_of(part) for part in parts}) > 1:
-            raise HttpError(
-                "the outputs for some of the rows differ in shape from those for others; ask for fewer", 500
-            )
-        return joined(parts)
+            raise HttpError("the outputs of different rows differ in shape; send fewer rows at a time", 500)
+        return concatenate(parts)
 
 
-def _overflow(output: str, inputs: Mapping[str, Value], stamp: ParameterVersion) -> HttpError:
-    """An output that is not finite is the model's fault, unless the inputs are so large that any model would fail."""
-    sentence = f"output {output!r} holds NaN or infinity, with the parameters of step {stamp.step}"
-    largest = max(map(magnitude, inputs.values()), default=0.0)
+def _nonfinite_error(output: str, inputs: Mapping[str, Value], version: ParameterVersion) -> HttpError:
+    """500 for the model's fault; 400 if the inputs are so large that any model would overflow."""
+    message = f"output {output!r} has NaN or infinite values with the parameters of step {version.step}"
+    largest = largest_magnitude(inputs)
     if largest < LARGE:
-        return HttpError(sentence, 500)
-    return HttpError(f"{sentence}: the inputs go up to {largest:.3g}; scale them as the training does", 400)
+        return HttpError(message, 500)
+    return HttpError(f"{message}: the inputs go up to {largest:.3g}; scale them as in training", 400)
 
 
-def _closing() -> HttpError:
+def _closing_error() -> HttpError:
     return HttpError("the predictor is closing", 503)
 
 
-def _settle(future: Future[Any], result: Any) -> None:
+def _resolve(future: Future[Any], result: Any) -> None:
     try:
         future.set_result(result)
-    except InvalidStateError:  # refused by `close`, or cancelled, in the meantime
+    except InvalidStateError:  # cancelled, or failed by `close`, meanwhile
         return
 
 
 def _fail(future: Future[Any], error: Exception) -> None:
-    # Its frames know the future and the inputs: a circle that would keep a large request until the garbage collector.
+    # Its frames refer to the future and the inputs: a cycle that would keep a large request until the next collection.
     error.__traceback__ = error.__context__ = error.__cause__ = None
     try:
         future.set_exception(error)

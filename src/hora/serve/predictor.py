@@ -1,25 +1,20 @@
-"""Host: what a predictor does in `job.prepare`: finds the parameters, listens, and answers until the run is over."""
+"""Predictor process: finds the parameters of the run (or of a checkpoint) and serves them over HTTP until the end."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import logging
-import os
-import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import msgspec
 import torch
 
 from .. import checkpoint
-from ..checkpoint.manifest import Damaged
-from ..checkpoint.reader import verified
 from ..coordinator import CoordinatorConnection, CoordinatorEvent
-from ..errors import HoraError, Timeout
+from ..errors import HoraError
 from ..http.guard import own_names
 from ..http.serve_config import ServeConfig
 from ..http.server import HttpServer, catch_signals
@@ -31,26 +26,20 @@ from ..server.embedding import tables_of
 from ..server.host import layout_of
 from ..strategies.ps.config import PS
 from .app import make_app
+from .batch import Predict
 from .batcher import Batcher
-from .inference_protocol import Signature
 from .publisher import FETCH_S, SnapshotOffer
+from .signature import Signature
 from .snapshot_buffer import SnapshotBuffer
-from .source import ParameterSource
-from .sources import CheckpointSource, ServerSource, SnapshotSource
-
-if TYPE_CHECKING:
-    pass
+from .sources import CheckpointSource, ParameterSource, ServerSource, SnapshotSource
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 86400.0  # for rank 0, which may prepare its data before its model; a run that ends ends this too
-ANSWER_S = 2.0  # for what must be there already
-
-Predict = Callable[[Any, Any], Any]
+WAIT_S = 86400.0  # for rank 0, which may load its data before its model; the end of the run ends this wait too
 
 
 class ServedRun(NamedTuple):
-    """What a predictor knows of its run: `size` workers show parameters; servers have them under `ps`."""
+    """The predictor's run: ranks below `size` publish snapshots; under `ps`, servers have the parameters."""
 
     control: CoordinatorConnection
     token: bytes
@@ -58,180 +47,150 @@ class ServedRun(NamedTuple):
     ps: tuple[PS, RunContext] | None
 
 
-def serve(config: ServeConfig, roster: ParameterRegistry, predict: Predict | None, run: ServedRun) -> None:
-    """A predictor's whole life: returns when all workers have left, or later, if it is to stay, on a signal.
+def serve(config: ServeConfig, registry: ParameterRegistry, predict: Predict | None, run: ServedRun) -> None:
+    """Serve until all workers have left, or with `config.after` until a signal. Mismatch if the workers have built
+    another model."""
+    _check_model(registry)
+    workers = LiveWorkers(run.control)
+    with contextlib.closing(FdPassing(run.token, FETCH_S)) as fd_passing:
 
-    Mismatch if it has built another model than the workers."""
-    _check(roster)
-    crowd = LiveWorkers(run.control)
-    passing = FdPassing(run.token, FETCH_S)
-    with contextlib.closing(passing):
-        showcase = _open(run.control, passing, 0, roster, crowd)
-        source: ParameterSource
-        servers = _servers(run, passing, roster) if run.ps is not None else None
-        if run.ps is not None and servers is not None:
-            strategy, access = run.ps
-            layout = layout_of(roster, access, strategy.block_bytes)
-            source = ServerSource(roster, layout, servers, showcase, together=strategy.mode == "sync")
-        else:
-            source = shown = SnapshotSource(roster, [showcase])
-            if run.size > 1:
-                threading.Thread(
-                    target=_seek, args=(run, passing, roster, crowd, shown), name="hora-seeker", daemon=True
-                ).start()
+        def open_snapshot(rank: int) -> SnapshotBuffer:
+            offer = msgspec.msgpack.decode(workers.get(f"snapshot/{rank}"), type=SnapshotOffer)
+            if offer.problem:
+                raise HoraError(f"rank {rank} publishes no parameters: {offer.problem}")
+            try:
+                descriptor = fd_passing.fetch(offer.address, offer.key)
+            except OSError as problem:
+                raise HoraError(f"the snapshot buffer of rank {rank} cannot be opened: {problem}") from None
+            return SnapshotBuffer.open(descriptor, registry.parameters, registry.buffers, registry.entries())
 
-        def told(url: str) -> None:
+        def add_snapshots(source: SnapshotSource) -> None:
+            """Of the other ranks; a rank that publishes nothing is skipped."""
+            for rank in range(1, run.size):
+                with contextlib.suppress(HoraError, OSError):
+                    source.add(open_snapshot(rank))
+
+        def announce(url: str) -> None:
             with contextlib.suppress(HoraError):
                 run.control.put("serving", url.encode())
 
-        def is_over() -> bool:
-            return crowd.is_gone(config.after)
+        snapshot = open_snapshot(0)
+        source = _server_source(run, fd_passing, registry, snapshot) or SnapshotSource(registry, [snapshot])
+        if isinstance(source, SnapshotSource) and run.size > 1:
+            threading.Thread(target=add_snapshots, args=(source,), name="hora-snapshots", daemon=True).start()
+        _serve_http(
+            config, registry, source, predict, lambda: _signature(snapshot.signature),
+            lambda: workers.is_over(config.after), announce,
+        )  # fmt: skip
 
-        _answer(config, roster, source, predict, lambda: _signature(showcase.note), is_over, told)
 
-
-def serve_checkpoint(config: ServeConfig, roster: ParameterRegistry, predict: Predict | None) -> None:
-    """The same for a saved model, until a signal. HoraError if it is not there, or of another model."""
-    _check(roster)
-    found = _find(Path(config.checkpoint))
-    source = CheckpointSource(roster, found)
+def serve_checkpoint(config: ServeConfig, registry: ParameterRegistry, predict: Predict | None) -> None:
+    """Serve a saved model until a signal. HoraError if there is none, or it is of another model."""
+    _check_model(registry)
+    found = checkpoint.find(config.checkpoint)
     signature = _signature(str(found.record.get("signature", "")).encode())
-    _answer(config, roster, source, predict, lambda: signature, lambda: False, lambda url: None)
+    _serve_http(config, registry, CheckpointSource(registry, found), predict, lambda: signature)
 
 
-def _check(roster: ParameterRegistry) -> None:
-    if tables_of(roster.models):
-        raise ValueError("a model with a ServerEmbedding cannot be served: its rows are nowhere but with the servers")
-    torch.set_num_threads(1)  # the other cores are the workers'
+def _check_model(registry: ParameterRegistry) -> None:
+    if tables_of(registry.models):
+        raise ValueError("a model with a ServerEmbedding cannot be served: only the servers have its rows")
+    torch.set_num_threads(1)  # the other cores are for the workers
 
 
-def _answer(
+def _serve_http(
     config: ServeConfig,
-    roster: ParameterRegistry,
+    registry: ParameterRegistry,
     source: ParameterSource,
     predict: Predict | None,
     signature: Callable[[], Signature | None],
-    is_over: Callable[[], bool],
-    told: Callable[[str], None],
+    is_over: Callable[[], bool] = lambda: False,
+    announce: Callable[[str], None] = lambda url: None,
 ) -> None:
-    answerer = Batcher(
-        roster.models, source, predict=predict, signature=signature, max_batch=config.max_batch,
+    """Blocks until `is_over()` or a signal; closes `source`."""
+    batcher = Batcher(
+        registry.models, source, predict=predict, signature=signature, max_batch=config.max_batch,
         max_wait_ms=config.max_wait_ms,
     )  # fmt: skip
     try:
-        app = make_app(answerer, name=config.name, allowed_hosts=[*own_names(config.host), *config.hosts])
+        app = make_app(batcher, name=config.name, allowed_hosts=[*own_names(config.host), *config.hosts])
         server = HttpServer(app, config.host, config.port)
         with catch_signals() as caught:
             url = dataclasses.replace(config, port=server.address[1]).url
             log.warning("serving %r on %s (POST /predict, Open Inference Protocol under /v2)", config.name, url)
-            told(url)
+            announce(url)
             server.run(lambda: bool(caught) or is_over())
     finally:
-        answerer.close()
+        batcher.close()
         source.close()
 
 
-def _signature(words: bytes) -> Signature | None:
-    try:
-        return msgspec.json.decode(words, type=Signature) if words else None
-    except msgspec.MsgspecError:
-        return None
+def _signature(encoded: bytes) -> Signature | None:
+    with contextlib.suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(encoded, type=Signature) if encoded else None
+    return None
 
 
 class LiveWorkers:
-    """The workers that are still there. Whose end it is, the line's own thread hears."""
+    """Which workers are still in the run, from the coordinator's events, which arrive on the connection's thread."""
 
     def __init__(self, control: CoordinatorConnection) -> None:
-        self._here: set[int] = set()
+        self._control = control
+        self._joined: set[int] = set()
         self._gone: set[int] = set()
-        self._said = False
-        control.subscribe(self._hear)
-        self._here |= {member.rank for member in control.members() if member.role == "worker"}
+        self._logged = False
+        control.subscribe(self._on_event)
+        self._joined |= {member.rank for member in control.members() if member.role == "worker"}
 
-    def _hear(self, event: CoordinatorEvent) -> None:
+    def _on_event(self, event: CoordinatorEvent) -> None:
         if event.member is None or event.member.role != "worker":
             return
         if event.kind == "joined":
-            self._here.add(event.member.rank)
+            self._joined.add(event.member.rank)
             self._gone.discard(event.member.rank)
         elif event.kind in ("left", "died"):
             self._gone.add(event.member.rank)
 
     @property
-    def is_empty(self) -> bool:
-        return self._here <= self._gone
+    def all_gone(self) -> bool:
+        return self._joined <= self._gone
 
-    def is_gone(self, after: bool) -> bool:
-        """Whether nobody is left to serve for; who stays after them says so once."""
-        if after and self.is_empty and not self._said:
-            self._said = True
-            log.warning("training has ended; serving goes on until Ctrl-C")
-        return self.is_empty and not after
+    def is_over(self, after: bool) -> bool:
+        """Whether all workers have left; with `after` never, and the end of training is logged once."""
+        if after and self.all_gone and not self._logged:
+            self._logged = True
+            log.warning("training has ended; still serving, until Ctrl-C")
+        return self.all_gone and not after
 
-    def ask(self, control: CoordinatorConnection, key: str) -> bytes:
-        """What a worker has put, or will; HoraError if all have left without. Who has left may have put it before."""
-        if self.is_empty:
-            with contextlib.suppress(Timeout):
-                return control.get(key, ANSWER_S)
-            self._complain()
-        return control.get(key, WAIT_S, lambda: self._complain() if self.is_empty else None)
+    def get(self, key: str) -> bytes:
+        """A value that a worker has put, or will; blocks. HoraError if all workers leave without it."""
+        if self.all_gone and (value := self._control.peek(key)) is not None:
+            return value
+        self._check()
+        return self._control.get(key, WAIT_S, self._check)
 
-    @staticmethod
-    def _complain() -> NoReturn:
-        raise HoraError("all workers have left before they showed any parameters")
-
-
-def _open(
-    control: CoordinatorConnection, passing: FdPassing, rank: int, roster: ParameterRegistry, crowd: LiveWorkers
-) -> SnapshotBuffer:
-    offer = msgspec.msgpack.decode(crowd.ask(control, f"showcase/{rank}"), type=SnapshotOffer)
-    if offer.problem:
-        raise HoraError(f"rank {rank} shows no parameters: {offer.problem}")
-    try:
-        descriptor = passing.fetch(offer.address, offer.key)
-    except OSError as problem:
-        raise HoraError(f"what rank {rank} shows cannot be reached: {problem}") from None
-    return SnapshotBuffer.open(descriptor, roster.parameters, roster.buffers, roster.entries())
+    def _check(self) -> None:
+        if self.all_gone:
+            raise HoraError("all workers have left before they published any parameters")
 
 
-def _seek(
-    run: ServedRun, passing: FdPassing, roster: ParameterRegistry, crowd: LiveWorkers, shown: SnapshotSource
-) -> None:
-    """What the other workers show; whoever shows nothing is left out."""
-    for rank in range(1, run.size):
-        with contextlib.suppress(HoraError, OSError):
-            shown.add(_open(run.control, passing, rank, roster, crowd))
-
-
-def _servers(run: ServedRun, passing: FdPassing, roster: ParameterRegistry) -> list[BlockMemory] | None:
-    """The servers' own memory; None if one of them has none that can be mapped here."""
-    assert run.ps is not None
-    strategy, access = run.ps
-    layout = layout_of(roster, access, strategy.block_bytes)
+def _server_source(
+    run: ServedRun, fd_passing: FdPassing, registry: ParameterRegistry, snapshot: SnapshotBuffer
+) -> ServerSource | None:
+    """Reads the servers' own memory; None without servers, or if the memory of one cannot be mapped here."""
+    if run.ps is None:
+        return None
+    strategy, context = run.ps
+    layout = layout_of(registry, context, strategy.block_bytes)
     memories = []
     for number, part in enumerate(layout.parts):
-        *_, address = run.control.get(f"ps/{number}", FETCH_S).decode().split()  # rank 0 has found it too
+        *_, address = run.control.get(f"ps/{number}", FETCH_S).decode().split()  # put before rank 0's snapshot
         try:
             if address == "-":
                 raise HoraError("its memory is not shared")
-            descriptor = passing.fetch(address, "parameters")
-            memories.append(BlockMemory(len(part.blocks), part.num_bytes, descriptor))
+            memories.append(BlockMemory(len(part.blocks), part.num_bytes, fd_passing.fetch(address, "parameters")))
             memories[-1].close()
         except (OSError, HoraError) as problem:
-            log.warning("server %d cannot be read, so rank 0's parameters are served: %s", number, problem)
+            log.warning("cannot read the memory of server %d, serving rank 0's parameters: %s", number, problem)
             return None
-    return memories
-
-
-def _find(path: Path) -> checkpoint.Checkpoint:
-    """The newest valid one in a directory, or the one that this directory is."""
-    match = re.fullmatch(r"step-(\d+)", path.name)
-    if match is not None and os.path.exists(path / "manifest.json"):
-        try:
-            return verified(path, int(match[1]))
-        except Damaged as damage:
-            raise HoraError(f"{path} is damaged: {damage}") from None
-    found = checkpoint.newest(path)
-    if found is None:
-        raise HoraError(f"there is no checkpoint in {path}")
-    return found
+    return ServerSource(registry, layout, memories, snapshot, sync=strategy.mode == "sync")

@@ -1,10 +1,10 @@
-"""Publisher: a worker's side of the predictor. It shows the parameters when they are due, and nobody waits for it.
+"""Publisher: a worker's side of serving. It copies parameters into a snapshot buffer when they are due; no step waits.
 
-strategy without rounds      every step, every N steps or every T seconds, as `--serve-every` says
-with rounds                  whenever one was closed: what the workers have agreed upon. With `--serve-from newest`
-                             every worker shows, and in between, as above, its own parameters too
-in their warm-up             as without rounds: every step is common
-always                       after `prepare` and `restore`, when a loop is left, after `save`, and at the end
+strategy without rounds   every step, N steps or T seconds (`--serve-every`)
+strategy with rounds      after each round, the average. With `--serve-from newest` every worker publishes, and between
+                          rounds, at the same interval, its own parameters too
+warm-up before rounds     as without rounds: workers agree after every step
+always                    after `prepare` and `restore`, when a loop ends, after `save`, and at the end
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from ..http.serve_config import ServeConfig, parse_interval
 from ..net.fd_passing import FdPassing
 from ..strategies.common.sync import Sync
 from ..training.hooks import Hook
-from .inference_protocol import signature_of
-from .snapshot_buffer import SnapshotBuffer
-from .source import ParameterVersion
+from .signature import signature_of
+from .snapshot_buffer import ParameterVersion, SnapshotBuffer
 
 log = logging.getLogger(__name__)
 
-LINGER_S = 10.0  # how long a worker that is done waits for a predictor that is to stay and has not looked yet
+LINGER_S = 10.0  # how long `close` waits for a predictor that stays after training and has not opened the buffer
 FETCH_S = 60.0
-KEY = "showcase"  # under which the descriptor is offered
+KEY = "snapshot"  # of the descriptor that is offered
 
 
 class SnapshotOffer(msgspec.Struct, frozen=True):
-    """What a worker puts under `showcase/<rank>`: where its descriptor can be had, or why it shows nothing."""
+    """A worker's value under `snapshot/<rank>`: where to fetch the descriptor, or why nothing is published."""
 
     address: str = ""
     key: str = ""
@@ -44,150 +43,140 @@ class SnapshotOffer(msgspec.Struct, frozen=True):
 
 
 class Publisher:
-    """One worker's. All is called on its training thread. What goes wrong here is one warning and the end of showing:
-    nothing raises, and only `close` may wait for the predictor."""
+    """One worker's. Call it on the training thread only. A failure is logged once and ends publishing; nothing raises,
+    and only `close` may wait for the predictor."""
 
     def __init__(
-        self,
-        config: ServeConfig,
-        rank: int,
-        sync: Sync,
-        control: CoordinatorConnection,
-        token: bytes,
+        self, config: ServeConfig, rank: int, sync: Sync, control: CoordinatorConnection, token: bytes,
         all_ranks: bool = False,
-    ) -> None:
-        """`all_ranks`: the run outlives its rank 0, so every worker shows what only it would."""
+    ) -> None:  # fmt: skip
+        """`all_ranks`: all ranks publish what only rank 0 would, since the run can outlive rank 0."""
         self._config = config
-        self._every = parse_interval(config.every)
+        self._interval = parse_interval(config.every)
         self._rank = rank
         self._sync = sync
-        self._newest = config.source == "newest" and sync.rounds is not None
-        self._round = -1  # the last one that was shown
-        self._problem = ""  # why nothing is shown any more
+        self._own_parameters = config.source == "newest" and sync.rounds is not None
+        self._round = -1  # the last one that was published
+        self._problem = ""  # why nothing is published any more
         self._last_step = 0
         self._last_at = time.monotonic()
-        self._showcase: SnapshotBuffer | None = None
-        self._passing: FdPassing | None = None
-        self._forsaken = False  # the predictor has gone
-        if rank and not (self._newest or all_ranks):
+        self._snapshot: SnapshotBuffer | None = None
+        self._fd_passing: FdPassing | None = None
+        self._predictor_gone = False
+        if rank and not (self._own_parameters or all_ranks):
             return
-        control.subscribe(self._hear)
-        if config.source == "newest" and not self._newest:
-            log.warning("--serve-from newest: this strategy has no rounds, so it makes no difference")
+        control.subscribe(self._on_event)
+        if config.source == "newest" and not self._own_parameters:
+            log.warning("--serve-from newest has no effect: this strategy has no rounds")
         try:
-            roster = sync.roster
-            roster.refresh_buffers()
-            self._showcase = SnapshotBuffer.create(roster.parameters, roster.buffers, roster.entries())
-            self._passing = FdPassing(token, FETCH_S)
-            os.register_at_fork(after_in_child=self._passing.forget)
-            self._passing.offer(KEY, self._showcase.descriptor)
+            registry = sync.roster
+            registry.refresh_buffers()
+            self._snapshot = SnapshotBuffer.create(registry.parameters, registry.buffers, registry.entries())
+            self._fd_passing = FdPassing(token, FETCH_S)
+            os.register_at_fork(after_in_child=self._fd_passing.forget)
+            self._fd_passing.offer(KEY, self._snapshot.descriptor)
         except Exception as problem:
             self._give_up(problem)
-        self.publish(sync.steps, True)
+        self.publish(sync.steps, force=True)
         offer = SnapshotOffer(problem=self._problem)
-        if self._passing is not None and self._showcase is not None:
-            offer = SnapshotOffer(self._passing.address, KEY)
-        control.put_nowait(f"showcase/{rank}", msgspec.msgpack.encode(offer))
+        if self._fd_passing is not None and self._snapshot is not None:
+            offer = SnapshotOffer(self._fd_passing.address, KEY)
+        control.put_nowait(f"snapshot/{rank}", msgspec.msgpack.encode(offer))
 
-    def _hear(self, event: CoordinatorEvent) -> None:
-        """On the line's own thread."""
+    def _on_event(self, event: CoordinatorEvent) -> None:
+        """On the connection's thread."""
         if event.member is not None and event.member.role == "predictor" and event.kind in ("joined", "left", "died"):
-            self._forsaken = event.kind != "joined"
+            self._predictor_gone = event.kind != "joined"
 
     def publish(self, step: int, force: bool = False) -> None:
-        """The parameters are whole, after this step: shows them if that is due."""
-        if self._showcase is None:
+        """Publish if it is due, or `force`. The parameters must be complete after this step."""
+        if self._snapshot is None:
             return
         try:
-            if self._sync.rounds is None or self._sync.warm:
-                self._round = -1  # the first one after the warm-up is news
-                if force or self._is_due(step):
-                    local_step = None if self._sync.rounds is None else 0
-                    self._publish(self._own(), ParameterVersion(step, round=self._sync.rounds, local_step=local_step))
-            else:
-                self._show_round(step, force)
+            due = self._select(step, force)
+            if due is not None:
+                registry = self._sync.roster
+                registry.refresh_buffers()
+                self._snapshot.publish(due[0], registry.buffers, due[1])
+                self._last_step, self._last_at = step, time.monotonic()
         except Exception as problem:
             self._give_up(problem)
 
-    def _show_round(self, step: int, force: bool) -> None:
-        """The average only as long as it is there: a worker's next step goes over it, unless the strategy keeps it."""
+    def _select(self, step: int, force: bool) -> tuple[Sequence[torch.Tensor], ParameterVersion] | None:
+        """What to publish now. A round's average can be published until the next local step overwrites it, unless the
+        strategy keeps it apart."""
         sync = self._sync
-        assert sync.rounds is not None
-        closed = sync.rounds != self._round
-        if ((force or closed) and not sync.local_steps) or (closed and self._keeps_average()):
-            self._publish(sync.common(), ParameterVersion(step, round=sync.rounds, local_step=0))
-            self._round = sync.rounds
-        elif self._newest and (closed or self._is_due(step)):
-            self._publish(self._own(), ParameterVersion(step, round=sync.rounds, local_step=sync.local_steps))
-            self._round = sync.rounds
+        rounds, own = sync.rounds, sync.roster.parameters
+        if rounds is None or sync.warm:
+            self._round = -1  # the first round after the warm-up is new
+            version = ParameterVersion(step, round=rounds, local_step=None if rounds is None else 0)
+            return (own, version) if force or self._is_due(step) else None
+        is_new = rounds != self._round
+        if ((force or is_new) and not sync.local_steps) or (is_new and self._keeps_average()):
+            self._round = rounds
+            return sync.common(), ParameterVersion(step, round=rounds, local_step=0)
+        if self._own_parameters and (is_new or self._is_due(step)):
+            self._round = rounds
+            return own, ParameterVersion(step, round=rounds, local_step=sync.local_steps)
+        return None
 
     def _keeps_average(self) -> bool:
-        """Whether what was agreed upon lies elsewhere than in the parameters that this worker trains."""
-        roster = self._sync.roster
-        trained = {id(p) for each in roster.optimizers for group in each.param_groups for p in group["params"]}
+        """Whether the average lies elsewhere than in the parameters that this worker trains."""
+        registry = self._sync.roster
+        trained = {id(p) for each in registry.optimizers for group in each.param_groups for p in group["params"]}
         return not any(
-            id(own) in trained and own.requires_grad and own.data_ptr() == agreed.data_ptr()
-            for own, agreed in zip(roster.parameters, self._sync.common(), strict=True)
+            id(own) in trained and own.requires_grad and own.data_ptr() == average.data_ptr()
+            for own, average in zip(registry.parameters, self._sync.common(), strict=True)
         )
 
-    def set_signature(self, signature: bytes) -> None:
-        """What the model takes and gives, for the predictor to know."""
-        if self._showcase is not None:
-            self._showcase.sign(signature)
-
     def _is_due(self, step: int) -> bool:
-        if self._every.steps is not None:
-            return step - self._last_step >= self._every.steps
-        assert self._every.seconds is not None
-        return time.monotonic() - self._last_at >= self._every.seconds
+        if self._interval.steps is not None:
+            return step - self._last_step >= self._interval.steps
+        assert self._interval.seconds is not None
+        return time.monotonic() - self._last_at >= self._interval.seconds
 
-    def _own(self) -> Sequence[torch.Tensor]:
-        return self._sync.roster.parameters
-
-    def _publish(self, parameters: Sequence[torch.Tensor], stamp: ParameterVersion) -> None:
-        assert self._showcase is not None
-        roster = self._sync.roster
-        roster.refresh_buffers()
-        self._showcase.publish(parameters, roster.buffers, stamp)
-        self._last_step, self._last_at = stamp.step, time.monotonic()
+    def set_signature(self, signature: bytes) -> None:
+        """Pass the model's signature to the predictor."""
+        if self._snapshot is not None:
+            self._snapshot.set_signature(signature)
 
     def _give_up(self, problem: Exception) -> None:
-        log.warning("rank %d shows no parameters to the predictor any more: %s", self._rank, problem)
+        log.warning("rank %d stops publishing parameters to the predictor: %s", self._rank, problem)
         self._problem = str(problem)
-        if self._passing is not None:
-            self._passing.refuse(KEY, self._problem)  # before its number is that of another file
-        if self._showcase is not None:
-            self._showcase.close()
-        self._showcase = None
+        if self._fd_passing is not None:
+            self._fd_passing.refuse(KEY, self._problem)  # before the descriptor's number is reused
+        self._close_snapshot()
+
+    def _close_snapshot(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.close()
+            self._snapshot = None
 
     def close(self, clean: bool) -> None:
-        """The worker is done. If all went `clean`, a predictor that is to stay but has not looked yet is waited for."""
+        """After a `clean` end, wait up to LINGER_S for a predictor that stays and has not opened the buffer yet."""
         deadline = time.monotonic() + (LINGER_S if clean and self._config.after else 0.0)
-        while self._showcase is not None and not self._showcase.seen and time.monotonic() < deadline:
-            if self._forsaken:
-                break  # nobody will look any more
+        while self._snapshot and not (self._snapshot.opened or self._predictor_gone) and time.monotonic() < deadline:
             time.sleep(0.01)
-        if self._passing is not None:
-            self._passing.close()
-        if self._showcase is not None:
-            self._showcase.close()
-            self._showcase = None
+        if self._fd_passing is not None:
+            self._fd_passing.close()
+        self._close_snapshot()
 
 
-def record_signature(model: torch.nn.Module, told: Callable[[bytes], None]) -> None:
-    """Tells once, as JSON, what `model` takes and gives: as its first forward in training shows it, if that has one."""
+def record_signature(model: torch.nn.Module, callback: Callable[[bytes], None]) -> None:
+    """Call `callback` once with the model's signature as JSON, taken from its first forward in training, if that has
+    one."""
 
-    def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
         handle.remove()
         try:
-            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-            found = signature_of(list(given), list(given.values()), output)
+            inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            signature = signature_of(list(inputs), list(inputs.values()), output)
         except (TypeError, ValueError):
-            return  # a forward that says nothing of its inputs
-        if found is not None:
-            told(msgspec.json.encode(found))
+            return  # a forward whose inputs have no names
+        if signature is not None:
+            callback(msgspec.json.encode(signature))
 
-    if not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks
-        handle = model.register_forward_hook(Hook(look), with_kwargs=True)
+    if not isinstance(model, torch.jit.ScriptModule):  # it has no hooks
+        handle = model.register_forward_hook(Hook(record), with_kwargs=True)

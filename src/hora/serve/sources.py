@@ -1,234 +1,268 @@
-"""Sources: where a predictor's parameters come from.
+"""Parameter sources: where the predictor's parameters come from.
 
-    FromShowcases     what workers show: the newest of it
-    FromServers       parameters as they lie with the servers, the rest as rank 0 shows it
-    FromCheckpoint    what a run has saved; it never changes
+    SnapshotSource     the newest of the workers' snapshot buffers
+    ServerSource       the parameter servers' own memory; what no server has comes from rank 0's snapshot buffer
+    CheckpointSource   a saved model; it never changes
 
-Each reads into a staging set first, and gives it to the model only if it is whole and finite. The memory is mapped, so
-nobody is asked and nobody waits; and it stays readable after its owner's end.
+Each reads into a second set of tensors first, and the model gets it only if it is whole and finite. The memory is
+mapped, so no process is asked or waited for, and it stays readable after its owner has exited.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import torch
 
-from .. import checkpoint
+from ..checkpoint import Checkpoint
 from ..errors import HoraError
 from ..parameters.registry import ParameterRegistry
+from ..parameters.shards import flatten, is_dense
 from ..server.block_memory import BlockMemory
 from ..server.layout import BlockLayout
 from ..server.shelf import WORD, views
+from ..strategies.common.nonfinite import is_finite
 from ..training.checkpointing import BUFFER_PREFIX
-from .snapshot_buffer import SnapshotBuffer
-from .source import ParameterVersion
-from .staging import StagedParameters
+from .snapshot_buffer import ParameterVersion, SnapshotBuffer
 
-READ_S = 0.02  # how long a reader of servers tries to meet them at rest
+READ_S = 0.02  # how long a reader waits for servers to finish an update
+
+
+class ParameterSource(Protocol):
+    """Called on the batcher's thread between two batches, so that every batch sees one version."""
+
+    def refresh(self) -> ParameterVersion | None:
+        """Load the newest complete and finite parameters into the model; their version, or None if there are none."""
+
+    def close(self) -> None: ...
+
+
+class StagedParameters:
+    """A copy of a model's tensors on the CPU, checked before it is loaded into the model. Buffers that were not finite
+    from the start, such as a mask of -inf, are not checked."""
+
+    def __init__(self, registry: ParameterRegistry) -> None:
+        self._registry = registry
+        self.parameters = [_empty_like(parameter) for parameter in registry.parameters]
+        self.buffers = {
+            name: torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            for name, buffer in registry.buffers.items()
+        }
+        self._checked = [self.buffers[name] for name, buffer in registry.buffers.items() if is_finite(buffer.detach())]
+
+    def load(self, indices: Collection[int] | None = None, *, buffers: bool = True, check: bool = True) -> bool:
+        """Load these parameters (None: all), and the buffers, into the model. With `check`: False, without a change, if
+        a value is not finite."""
+        chosen = range(len(self.parameters)) if indices is None else indices
+        checked = [*(self.parameters[index] for index in chosen), *(self._checked if buffers else ())]
+        if check and not all(map(is_finite, checked)):
+            return False
+        with torch.no_grad():
+            for index in chosen:
+                self._registry.parameters[index].copy_(self.parameters[index])
+            if buffers:
+                self._registry.refresh_buffers()
+                for name, buffer in self._registry.buffers.items():
+                    if name in self.buffers:
+                        buffer.copy_(self.buffers[name])
+        return True
+
+
+def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
+    if is_dense(parameter):
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
 
 
 class SnapshotSource:
-    """The newest of what workers show: the later round, within it the later local step, else the later step."""
+    """The newest of several snapshot buffers: the later round, within it the later local step, else the later step."""
 
-    def __init__(self, roster: ParameterRegistry, showcases: Sequence[SnapshotBuffer]) -> None:
-        self._staging = StagedParameters(roster)
-        self._showcases = list(showcases)
-        self._held: ParameterVersion | None = None
-        self._refused: dict[int, ParameterVersion] = {}  # what was not finite, by its showcase's place
+    def __init__(self, registry: ParameterRegistry, snapshots: Sequence[SnapshotBuffer]) -> None:
+        self._staged = StagedParameters(registry)
+        self._snapshots = list(snapshots)
+        self._loaded: ParameterVersion | None = None
+        self._nonfinite: dict[int, ParameterVersion] = {}  # by the number of the buffer
 
-    def add(self, showcase: SnapshotBuffer) -> None:
-        """One more worker shows something. Thread-safe."""
-        self._showcases.append(showcase)
+    def add(self, snapshot: SnapshotBuffer) -> None:
+        """Thread-safe."""
+        self._snapshots.append(snapshot)
 
     def refresh(self) -> ParameterVersion | None:
-        cases = list(enumerate(self._showcases))
-        found = [(stamp, number, case) for number, case in cases if (stamp := case.newest()) is not None]
-        for stamp, number, case in sorted(found, key=lambda each: _order(each[0]), reverse=True):
-            if not self._is_news(stamp) or stamp == self._refused.get(number):
+        found = [(snapshot.newest(), number) for number, snapshot in enumerate([*self._snapshots])]
+        newer = [(version, number) for version, number in found if version is not None and self._is_newer(version)]
+        for version, number in sorted(newer, key=lambda each: _order(each[0]), reverse=True):
+            if version == self._nonfinite.get(number):
                 continue
-            read = case.read(self._staging.parameters, self._staging.buffers)
-            if read is None or not self._is_news(read):
+            read = self._snapshots[number].read(self._staged.parameters, self._staged.buffers)
+            if read is None or not self._is_newer(read):
                 continue
-            if self._staging.is_finite():
-                self._staging.load()
-                self._held = read
+            if self._staged.load():
+                self._loaded = read
                 break
-            self._refused[number] = read
-        return self._held
+            self._nonfinite[number] = read
+        return self._loaded
 
-    def _is_news(self, stamp: ParameterVersion) -> bool:
-        return self._held is None or (_order(stamp) > _order(self._held) and stamp.step >= self._held.step)
+    def _is_newer(self, version: ParameterVersion) -> bool:
+        loaded = self._loaded
+        return loaded is None or (_order(version) > _order(loaded) and version.step >= loaded.step)
 
     def close(self) -> None:
-        for showcase in self._showcases:
-            showcase.close()
+        for snapshot in self._snapshots:
+            snapshot.close()
 
 
-def _order(stamp: ParameterVersion) -> tuple[int, int, int]:
-    return stamp.round or 0, stamp.local_step or 0, stamp.step
+def _order(version: ParameterVersion) -> tuple[int, int, int]:
+    return version.round or 0, version.local_step or 0, version.step
 
 
 class ServerSource:
-    """`together`: the servers take steps as one, and all blocks must be of the same. Else each block is whole, and the
-    stamp is the lowest of their versions with the spread. As soon as one block was updated, those that never were, as
-    those of a layer that gets no gradients, do not count; should one begin late, the step stays until it has come as
-    far.
+    """With `sync`, servers step together, and all blocks must be of one step. Otherwise each block is whole, and the
+    version is the oldest block's, with the spread. Blocks without any update (of a layer that gets no gradients) do not
+    count once another block has one; if such a block starts late, `step` stays until it has caught up.
 
-    Buffers, and parameters that no optimizer has, are those that rank 0 shows, which may be a little older. If all
-    blocks of one step cannot be had in time, what rank 0 shows is taken instead, if it is newer.
+    Buffers, and parameters without an optimizer, come from rank 0's snapshot and may be a little older. If blocks of
+    one step cannot be read in time, the whole snapshot is used instead, if it is newer.
     """
 
     def __init__(
-        self,
-        roster: ParameterRegistry,
-        layout: BlockLayout,
-        memories: Sequence[BlockMemory],
-        showcase: SnapshotBuffer,
-        together: bool,
-    ) -> None:
-        self._staging = StagedParameters(roster)
-        self._layout = layout
+        self, registry: ParameterRegistry, layout: BlockLayout, memories: Sequence[BlockMemory],
+        snapshot: SnapshotBuffer, sync: bool,
+    ) -> None:  # fmt: skip
+        self._staged = StagedParameters(registry)
         self._memories = memories
-        self._showcase = showcase
-        self._together = together
+        self._snapshot = snapshot
+        self._sync = sync
         self._served = sorted(layout.served)
-        self._idle = [index for index in range(len(roster.parameters)) if index not in layout.served]
-        dtypes = [parameter.dtype for parameter in roster.parameters]
+        self._unserved = [index for index in range(len(registry.parameters)) if index not in layout.served]
+        self._trained = {index for index in self._served if registry.parameters[index].requires_grad}
+        dtypes = [parameter.dtype for parameter in registry.parameters]
         self._blocks = [
             [
-                (block, source, self._staging.vector(block.index)[block.start : block.stop])
-                for parcel, shown in zip(part.parcels, views(memory, part, dtypes), strict=True)
-                for block, source in zip(parcel.blocks, shown, strict=True)
+                (block, source, flatten(self._staged.parameters[block.index])[block.start : block.stop])
+                for parcel, sources in zip(part.parcels, views(memory, part, dtypes), strict=True)
+                for block, source in zip(parcel.blocks, sources, strict=True)
             ]
             for part, memory in zip(layout.parts, memories, strict=True)
         ]
-        self._trained = {index for index in self._served if roster.parameters[index].requires_grad}
-        self._held: ParameterVersion | None = None
-        self._bases: list[int] = []  # the steps at which the servers got what the last stamp counts from
-        self._seen: list[list[int]] = []  # the servers' words when they were read last
-        self._shown: ParameterVersion | None = None  # what was last taken from rank 0
+        self._loaded: ParameterVersion | None = None
+        self._from_snapshot: ParameterVersion | None = None  # the version last taken from rank 0's snapshot
+        self._bases: list[int] = []  # the steps at which the servers' versions begin, at the last read
+        self._counters: list[list[int]] = []  # the servers' seqlock counters at the last read
 
     def refresh(self) -> ParameterVersion | None:
-        self._look_at_showcase()
-        if self._shown is None:
+        if self._snapshot.newest() not in (None, self._from_snapshot):
+            self._load_snapshot(self._unserved)
+        if self._from_snapshot is None:
             return None
-        words = [list(memory.moment[:1] if self._together else memory.words) for memory in self._memories]
-        if words == self._seen:
-            return self._held
-        stamp = self._read_step() if self._together else self._read_blocks()
-        if stamp is None:
-            self._fall_back()
-        elif self._held is None or stamp.step >= self._held.step:
-            self._seen = words
-            if self._staging.is_finite(self._served, buffers=False):
-                self._staging.load(self._served, buffers=False)
-                self._held = stamp
-        return self._held
+        counters = [list(memory.moment[:1] if self._sync else memory.words) for memory in self._memories]
+        if counters == self._counters:
+            return self._loaded
+        version = self._read_step() if self._sync else self._read_blocks()
+        if version is None:
+            newest = self._snapshot.newest()
+            if self._sync and newest is not None and (self._loaded is None or newest.step > self._loaded.step):
+                self._loaded = self._load_snapshot() or self._loaded
+        elif self._loaded is None or version.step >= self._loaded.step:
+            self._counters = counters
+            if self._staged.load(self._served, buffers=False):
+                self._loaded = version
+        return self._loaded
 
-    def _look_at_showcase(self) -> None:
-        """What no server has."""
-        newest = self._showcase.newest()
-        if newest is None or newest == self._shown:
-            return
-        read = self._showcase.read(self._staging.parameters, self._staging.buffers)
-        if read is not None and self._staging.is_finite(self._idle):
-            self._staging.load(self._idle)
-            self._shown = read
-
-    def _fall_back(self) -> None:
-        """To the whole model as rank 0 shows it; only where servers step together it counts as they do."""
-        newest = self._showcase.newest()
-        if not self._together or newest is None or (self._held is not None and newest.step <= self._held.step):
-            return
-        read = self._showcase.read(self._staging.parameters, self._staging.buffers)
-        if read is not None and self._staging.is_finite():
-            self._staging.load()
-            self._held = self._shown = read
+    def _load_snapshot(self, indices: Collection[int] | None = None) -> ParameterVersion | None:
+        read = self._snapshot.read(self._staged.parameters, self._staged.buffers)
+        if read is None or not self._staged.load(indices):
+            return None
+        self._from_snapshot = read
+        return read
 
     def _read_step(self) -> ParameterVersion | None:
-        """All blocks of one step: every server at rest, at the same moment, before and after."""
-        deadline = time.monotonic() + READ_S
-        while True:
-            before = [memory.moment[0] for memory in self._memories]
-            if before[0] and not before[0] & 1 and len(set(before)) == 1:
-                step = self._memories[0].moment[1]
-                for blocks in self._blocks:
-                    for _, source, target in blocks:
-                        target.copy_(source)
-                if [memory.moment[0] for memory in self._memories] == before:
-                    return ParameterVersion(step)
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(0)
+        def copy() -> int:
+            step = self._memories[0].moment[1]
+            for blocks in self._blocks:
+                for _, source, target in blocks:
+                    target.copy_(source)
+            return step
+
+        found = _read_stable(lambda: [memory.moment[0] for memory in self._memories], copy)
+        return ParameterVersion(found[1]) if found else None
 
     def _read_blocks(self) -> ParameterVersion | None:
-        versions, moved = [], []
+        versions, updated = [], []
         bases = [memory.moment[1] for memory in self._memories]
         for memory, blocks, base in zip(self._memories, self._blocks, bases, strict=True):
             for block, source, target in blocks:
-                version = _read_whole(memory, block.number, source, target)
+                version = _read_block(memory, block.number, source, target)
                 if version is None:
                     return None
                 if block.index in self._trained:
                     versions.append(version)
                     if version != base:
-                        moved.append(version)
-        lowest = min(moved or versions, default=0)
-        if self._held is not None and bases == self._bases:
-            lowest = max(lowest, self._held.step)
+                        updated.append(version)
+        oldest = min(updated or versions, default=0)
+        if self._loaded is not None and bases == self._bases:
+            oldest = max(oldest, self._loaded.step)
         self._bases = bases
-        return ParameterVersion(lowest, spread=max(0, max(versions, default=0) - lowest))
+        return ParameterVersion(oldest, spread=max(0, max(versions, default=0) - oldest))
 
     def close(self) -> None:
-        self._showcase.close()
+        self._snapshot.close()
 
 
-def _read_whole(memory: BlockMemory, number: int, source: torch.Tensor, target: torch.Tensor) -> int | None:
-    """Copies one block and gives its version, counted from the job's step 0; None if none is there, or it is being
-    written for too long, by a server that has died perhaps."""
+def _read_block(memory: BlockMemory, number: int, source: torch.Tensor, target: torch.Tensor) -> int | None:
+    """Copy one block; its version, counted from the job's step 0. None as `_read_stable`."""
+
+    def copy() -> int:
+        origin = memory.origins[number]
+        target.copy_(source)
+        return origin
+
+    found = _read_stable(lambda: [memory.words[number]], copy)
+    return (found[0] // 2 - found[1]) & WORD if found else None
+
+
+def _read_stable(counters: Callable[[], list[int]], copy: Callable[[], int]) -> tuple[int, int] | None:
+    """Call `copy` until all seqlock counters are one even number, not 0, before and after; that number and the result
+    of `copy`. None after READ_S, for a server that died while it wrote."""
     deadline = time.monotonic() + READ_S
     while True:
-        before = memory.words[number]
-        if before and not before & 1:
-            origin = memory.origins[number]
-            target.copy_(source)
-            if memory.words[number] == before:
-                return (before // 2 - origin) & WORD
+        before = counters()
+        if before[0] and not before[0] & 1 and len(set(before)) == 1:
+            result = copy()
+            if counters() == before:
+                return before[0], result
         if time.monotonic() >= deadline:
             return None
         time.sleep(0)
 
 
 class CheckpointSource:
-    """A saved model. HoraError if it is another than this one."""
+    """HoraError if the checkpoint is of another model."""
 
-    def __init__(self, roster: ParameterRegistry, found: checkpoint.Checkpoint) -> None:
-        saved = found.tensors("model")
-        staging = StagedParameters(roster)
-        targets = dict(zip(roster.names, staging.parameters, strict=True))
-        for name, target in {
-            **targets,
-            **{BUFFER_PREFIX + name: buffer for name, buffer in staging.buffers.items()},
-        }.items():
-            told = name.removeprefix(BUFFER_PREFIX)
-            if name not in saved and name in targets:
-                raise HoraError(f"{found.path} has no {told}: it is of another model")
+    def __init__(self, registry: ParameterRegistry, checkpoint: Checkpoint) -> None:
+        saved = checkpoint.tensors("model")
+        staged = StagedParameters(registry)
+        for name, target in zip(registry.names, staged.parameters, strict=True):
             if name not in saved:
-                target.copy_(roster.buffers[told])  # one that is not kept: the script's own
-                continue
-            if saved[name].shape != target.shape:
-                raise HoraError(
-                    f"{told} has shape {list(saved[name].shape)} in {found.path} and {list(target.shape)} here: it is "
-                    "of another model"
-                )
-            target.copy_(saved[name])
-        staging.load()
-        self._stamp = ParameterVersion(found.step)
+                raise HoraError(f"{checkpoint.path} has no {name}: it was saved from another model")
+            _copy_saved(checkpoint, name, saved[name], target)
+        for name, target in staged.buffers.items():
+            value = saved.get(BUFFER_PREFIX + name, registry.buffers[name])  # a non-persistent buffer stays as it is
+            _copy_saved(checkpoint, name, value, target)
+        staged.load(check=False)
+        self._version = ParameterVersion(checkpoint.step)
 
     def refresh(self) -> ParameterVersion | None:
-        return self._stamp
+        return self._version
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...
+
+
+def _copy_saved(checkpoint: Checkpoint, name: str, saved: torch.Tensor, target: torch.Tensor) -> None:
+    if saved.shape != target.shape:
+        raise HoraError(
+            f"{name} has shape {list(saved.shape)} in {checkpoint.path} and {list(target.shape)} here: the checkpoint "
+            "was saved from another model"
+        )
+    target.copy_(saved)

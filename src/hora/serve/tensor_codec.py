@@ -1,14 +1,12 @@
-"""Elements: tensors and texts to and from JSON and bytes, under the datatypes of the Open Inference Protocol.
+"""Tensor codec: tensors and text to and from JSON and bytes, with the datatypes of the Open Inference Protocol.
 
-A tensor's elements are what its datatype says, or the request is refused: an integer may stand for a floating number,
-never the other way, and nothing wraps around. Texts (BYTES) are lists of `str`, nested as their shape says. Sizes are
-compared before anything is made of them, and nothing here is deeper than MAX_RANK.
+Conversions are exact or an HttpError: an integer may stand for a floating-point number but not the other way round, and
+nothing overflows. Text (BYTES) is lists of `str`, nested as the shape says. Sizes are checked before anything is
+allocated, and nesting is limited to MAX_RANK.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 import re
 import struct
@@ -20,12 +18,13 @@ import msgspec
 import torch
 
 from ..http.errors import HttpError, first_line
+from ..net.tensor_bytes import tensor_bytes
 
 DTYPES = {
     "BOOL": torch.bool, "UINT8": torch.uint8, "INT8": torch.int8, "INT16": torch.int16, "INT32": torch.int32,
     "INT64": torch.int64, "FP16": torch.float16, "BF16": torch.bfloat16, "FP32": torch.float32, "FP64": torch.float64,
 }  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 TEXT = "BYTES"
 MAX_RANK = 8
 
@@ -33,82 +32,65 @@ Value = torch.Tensor | list[Any]
 
 _OPENING = re.compile(rb"[\s\[]*")
 _LENGTH = struct.Struct("<I")
+_CONVERSION_ERRORS = (ValueError, TypeError, RuntimeError, OverflowError)
 
 
 def datatype_of(value: Value) -> str:
-    """The protocol's name for the elements of `value`."""
-    return NAMES[value.dtype] if isinstance(value, torch.Tensor) else TEXT
+    return DATATYPES[value.dtype] if isinstance(value, torch.Tensor) else TEXT
 
 
-def decoded(data: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Any], where: str) -> Any:
-    """What the JSON says, if it is of the decoder's type; `where` begins the sentence otherwise."""
+def decode_json(data: bytes | msgspec.Raw, kind: Any, where: str) -> Any:
+    """HttpError, beginning with `where`, for anything that is not of the type `kind`."""
     try:
-        return decoder.decode(data)
+        return msgspec.json.decode(data, type=kind)
     except RecursionError:
-        raise HttpError(f"{where} is nested too deep") from None
+        raise HttpError(f"{where} is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpError(f"{where}: {first_line(error)}") from None
 
 
-def tensor_of(rows: list[Any], dtype: torch.dtype | None, where: str) -> torch.Tensor:
-    """Nested lists of numbers as a tensor; None: float32 if one of them is floating, else int64."""
-    whole = dtype is not None and not dtype.is_floating_point and dtype is not torch.bool
-    try:
-        tensor = torch.tensor(rows, dtype=torch.int64 if whole else dtype)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise HttpError(f"{where}: {first_line(error)}") from None
-    if dtype is None:
-        return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
-    if whole and tensor.numel():
-        span = torch.iinfo(dtype)
-        low, high = (int(value) for value in tensor.aminmax())
-        if low < span.min or high > span.max:
-            raise HttpError(f"{where} holds {low if low < span.min else high}, which {NAMES[dtype]} cannot hold")
-    return tensor.to(dtype)
-
-
 def from_rows(raw: msgspec.Raw, expected: str | None, where: str) -> Value:
-    """A JSON list of rows; numbers become `expected` where nothing is lost by it."""
+    """A JSON list of rows; numbers get the datatype `expected` where the conversion is exact."""
     rank, first = _opening(raw)
     if not 1 <= rank <= MAX_RANK:
         raise HttpError(f"{where} is nested {rank} deep, expected a list of rows with at most {MAX_RANK} dimensions")
     if first == b'"':
-        return _list(raw, rank, str, where)
+        return _decode_list(raw, rank, str, where)
     if first in (b"t", b"f"):
-        return tensor_of(_list(raw, rank, bool, where), torch.bool, where)
-    rows = _list(raw, rank, int | float, where)
+        return _tensor(_decode_list(raw, rank, bool, where), torch.bool, where)
+    rows = _decode_list(raw, rank, int | float, where)
     dtype = DTYPES.get(expected or "")
     if dtype is None or dtype is torch.bool or dtype.is_floating_point:
-        return tensor_of(rows, None if dtype is torch.bool else dtype, where)
-    if tensor_of(rows, None, where).is_floating_point():
-        raise HttpError(f"{where} holds floating numbers, expected {expected}")
-    return tensor_of(rows, dtype, where)
+        return _tensor(rows, None if dtype is torch.bool else dtype, where)
+    if _tensor(rows, None, where).is_floating_point():
+        raise HttpError(f"{where} has floating-point numbers, expected {expected}")
+    return _tensor(rows, dtype, where)
 
 
 def from_json(raw: msgspec.Raw, datatype: str, shape: Sequence[int], where: str) -> Value:
-    """The elements of one tensor, row by row: as one flat JSON list, or nested as `shape` says."""
+    """One tensor in row-major order, as a flat JSON list or nested as `shape` says."""
     rank, _ = _opening(raw)
     if rank not in (1, len(shape)):
         raise HttpError(f"{where} has data nested {rank} deep, expected a flat list or one nested {len(shape)} deep")
     if datatype == TEXT:
-        texts = _list(raw, rank, str, where)
+        texts = _decode_list(raw, rank, str, where)
         for _ in range(rank - 1):
             texts = [text for row in texts for text in row]
-        return _nested(_counted(texts, shape, where), shape)
+        return _nested(texts, shape, where)
     dtype = DTYPES[datatype]
-    rows = _list(raw, rank, float if dtype.is_floating_point else bool if dtype is torch.bool else int, where)
+    rows = _decode_list(raw, rank, float if dtype.is_floating_point else bool if dtype is torch.bool else int, where)
     if rank == 1:
-        _counted(rows, shape, where)
-    tensor = tensor_of(rows, dtype, where)
+        _check_count(rows, shape, where)
+    tensor = _tensor(rows, dtype, where)
     if rank > 1 and list(tensor.shape) != list(shape):
-        raise HttpError(f"{where} has data of shape {list(tensor.shape)}, but says {list(shape)}")
+        raise HttpError(f"{where} has data of shape {list(tensor.shape)}, but its shape field is {list(shape)}")
     return tensor.reshape(list(shape))
 
 
 def from_bytes(data: memoryview, datatype: str, shape: Sequence[int], where: str) -> Value:
-    """The elements of one tensor, little-endian, row by row; a text is its length in 4 bytes, then UTF-8."""
+    """One tensor, little-endian, in row-major order; a text is its length in 4 bytes, then UTF-8."""
     if datatype == TEXT:
-        return _nested(_counted(_texts(data, where), shape, where), shape)
+        return _nested(_texts(data, where), shape, where)
     dtype = DTYPES[datatype]
     needed = math.prod(shape) * dtype.itemsize
     if len(data) != needed:
@@ -119,23 +101,40 @@ def from_bytes(data: memoryview, datatype: str, shape: Sequence[int], where: str
 
 
 def to_bytes(value: Value) -> bytes:
-    """`from_bytes` backwards; texts come as one flat list."""
-    if not isinstance(value, torch.Tensor):
-        return b"".join(_LENGTH.pack(len(text)) + text for text in (str(text).encode() for text in value))
-    value = value.contiguous()
-    return ctypes.string_at(value.data_ptr(), value.nbytes) if value.numel() else b""
+    """The inverse of `from_bytes`; text is one flat list."""
+    if isinstance(value, torch.Tensor):
+        value = value.contiguous()  # it must outlive the view of its bytes
+        return bytes(tensor_bytes(value))
+    return b"".join(_LENGTH.pack(len(text)) + text for text in (str(text).encode() for text in value))
 
 
-def uniform(value: Value) -> Value:
-    """A list that `predict` answered, as a tensor if it is one of numbers; else a flat list of texts, one for each
-    row: a row that is no text is written as JSON."""
+def to_uniform(value: Value) -> Value:
+    """A list from `predict` as a tensor if it is one of numbers; otherwise as a list with one text per row, where other
+    rows than texts are written as JSON."""
     if isinstance(value, torch.Tensor):
         return value
     try:
         tensor = torch.tensor(value)
         return torch.tensor(value, dtype=torch.float64) if tensor.is_floating_point() else tensor
-    except (ValueError, TypeError, RuntimeError, OverflowError):
+    except _CONVERSION_ERRORS:
         return [row if isinstance(row, str) else msgspec.json.encode(row).decode() for row in value]
+
+
+def _tensor(rows: list[Any], dtype: torch.dtype | None, where: str) -> torch.Tensor:
+    """A tensor of nested lists of numbers; dtype None: float32 if one of them is floating-point, else int64."""
+    integral = dtype is not None and not dtype.is_floating_point and dtype is not torch.bool
+    try:
+        tensor = torch.tensor(rows, dtype=torch.int64 if integral else dtype)
+    except _CONVERSION_ERRORS as error:
+        raise HttpError(f"{where}: {first_line(error)}") from None
+    if dtype is None:
+        return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
+    if integral and tensor.numel():
+        limits = torch.iinfo(dtype)
+        low, high = (int(value) for value in tensor.aminmax())
+        if low < limits.min or high > limits.max:
+            raise HttpError(f"{where} has {low if low < limits.min else high}, which {DATATYPES[dtype]} cannot hold")
+    return tensor.to(dtype)
 
 
 def _opening(raw: msgspec.Raw) -> tuple[int, bytes]:
@@ -146,16 +145,11 @@ def _opening(raw: msgspec.Raw) -> tuple[int, bytes]:
     return match.group().count(b"["), data[match.end() : match.end() + 1]
 
 
-@functools.cache
-def _decoder(rank: int, leaf: Any) -> msgspec.json.Decoder[Any]:
-    kind: Any = leaf
+def _decode_list(raw: msgspec.Raw, rank: int, leaf: Any, where: str) -> list[Any]:
+    nested: Any = leaf
     for _ in range(rank):
-        kind = types.GenericAlias(list, (kind,))
-    return msgspec.json.Decoder(kind)
-
-
-def _list(raw: msgspec.Raw, rank: int, leaf: Any, where: str) -> list[Any]:
-    rows: list[Any] = decoded(raw, _decoder(rank, leaf), where)
+        nested = types.GenericAlias(list, (nested,))
+    rows: list[Any] = decode_json(raw, nested, where)
     return rows
 
 
@@ -171,17 +165,17 @@ def _texts(data: memoryview, where: str) -> list[str]:
         try:
             texts.append(str(data[at - length : at], "utf-8"))
         except UnicodeDecodeError:
-            raise HttpError(f"{where} has a text that is not UTF-8; bytes can be sent as base64") from None
+            raise HttpError(f"{where} has a text that is not UTF-8; send bytes as base64") from None
     return texts
 
 
-def _counted(elements: list[Any], shape: Sequence[int], where: str) -> list[Any]:
+def _check_count(elements: list[Any], shape: Sequence[int], where: str) -> None:
     if len(elements) != math.prod(shape):
         raise HttpError(f"{where} has {len(elements)} elements, expected {math.prod(shape)} for shape {list(shape)}")
-    return elements
 
 
-def _nested(flat: list[Any], shape: Sequence[int]) -> list[Any]:
+def _nested(flat: list[Any], shape: Sequence[int], where: str) -> list[Any]:
+    _check_count(flat, shape, where)
     for size in reversed(shape[1:]):
         flat = [flat[start : start + size] for start in range(0, len(flat), size)]
     return flat

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from hora.http.errors import HttpError
-from hora.serve import plain_json
-from hora.serve.inference_protocol import InferenceRequest, Signature, TensorSpec, encode, parse, signature_of
-from hora.serve.signature import check
-from hora.serve.source import ParameterVersion
+from hora.serve.protocols import InferenceRequest, encode_infer, encode_plain, parse_infer, parse_plain
+from hora.serve.signature import Signature, TensorSpec, check_inputs, signature_of
+from hora.serve.snapshot_buffer import ParameterVersion
 from hora.serve.tensor_codec import DTYPES, MAX_RANK, to_bytes
 
 X = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1, 2, 3, 4.5]}
@@ -36,7 +35,7 @@ def binary(datatype: str, shape: list[int], data: bytes, size: Any = None, **mor
 
 def refusal(body: bytes, header: str | None = None) -> str:
     with pytest.raises(HttpError) as caught:
-        parse(body, header)
+        parse_infer(body, header)
     assert caught.value.status == 400
     sentence = str(caught.value)
     assert sentence and "\n" not in sentence and len(sentence) < 500
@@ -45,7 +44,7 @@ def refusal(body: bytes, header: str | None = None) -> str:
 
 def refused_plain(body: Any, expected: Signature | None = None) -> str:
     with pytest.raises(HttpError) as caught:
-        plain_json.parse(body if isinstance(body, bytes) else json.dumps(body).encode(), expected)
+        parse_plain(body if isinstance(body, bytes) else json.dumps(body).encode(), expected)
     assert caught.value.status == 400
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
     return str(caught.value)
@@ -62,8 +61,8 @@ def sample(datatype: str) -> torch.Tensor:
 
 
 def test_flat_and_nested_data_are_the_same_tensor() -> None:
-    flat = parse(request(X), None).inputs["x"]
-    nested = parse(request({**X, "data": [[1, 2], [3, 4.5]]}), None).inputs["x"]
+    flat = parse_infer(request(X), None).inputs["x"]
+    nested = parse_infer(request({**X, "data": [[1, 2], [3, 4.5]]}), None).inputs["x"]
     assert isinstance(flat, torch.Tensor) and isinstance(nested, torch.Tensor)
     assert flat.dtype == torch.float32 and flat.tolist() == nested.tolist() == [[1, 2], [3, 4.5]]
 
@@ -71,8 +70,8 @@ def test_flat_and_nested_data_are_the_same_tensor() -> None:
 @pytest.mark.parametrize("datatype", DTYPES)
 def test_every_datatype_comes_through_json_and_bytes(datatype: str) -> None:
     tensor = sample(datatype)
-    by_json = parse(request({"name": "x", "shape": [2, 3], "datatype": datatype, "data": tensor.tolist()}), None)
-    by_bytes = parse(*binary(datatype, [2, 3], to_bytes(tensor)))
+    by_json = parse_infer(request({"name": "x", "shape": [2, 3], "datatype": datatype, "data": tensor.tolist()}), None)
+    by_bytes = parse_infer(*binary(datatype, [2, 3], to_bytes(tensor)))
     for came in (by_json.inputs["x"], by_bytes.inputs["x"]):
         assert isinstance(came, torch.Tensor)
         assert came.dtype == tensor.dtype and torch.equal(came, tensor)
@@ -96,9 +95,11 @@ def test_bytes_are_little_endian_and_as_long_as_the_datatype_says(datatype: str)
 def test_texts_come_through_json_and_bytes_as_their_shape_says() -> None:
     texts = ["", "a", "grün", "x" * 300]
     data = b"".join(struct.pack("<I", len(text.encode())) + text.encode() for text in texts)
-    by_bytes = parse(*binary("BYTES", [2, 2], data))
-    by_json = parse(request({"name": "x", "shape": [2, 2], "datatype": "BYTES", "data": texts}), None)
-    nested = parse(request({"name": "x", "shape": [2, 2], "datatype": "BYTES", "data": [texts[:2], texts[2:]]}), None)
+    by_bytes = parse_infer(*binary("BYTES", [2, 2], data))
+    by_json = parse_infer(request({"name": "x", "shape": [2, 2], "datatype": "BYTES", "data": texts}), None)
+    nested = parse_infer(
+        request({"name": "x", "shape": [2, 2], "datatype": "BYTES", "data": [texts[:2], texts[2:]]}), None
+    )
     assert by_bytes.inputs["x"] == by_json.inputs["x"] == nested.inputs["x"] == [texts[:2], texts[2:]]
     assert to_bytes(texts) == data
 
@@ -111,7 +112,7 @@ def test_json_and_bytes_mix_in_the_order_of_the_inputs() -> None:
         {"name": "b", "shape": [2], "datatype": "FP32", "parameters": size},
         id="77",
     )
-    asked = parse(head + struct.pack("<q", -5) + struct.pack("<2f", 1.5, 2.5), str(len(head)))
+    asked = parse_infer(head + struct.pack("<q", -5) + struct.pack("<2f", 1.5, 2.5), str(len(head)))
     assert {name: value.tolist() for name, value in asked.inputs.items()} == {  # type: ignore[union-attr]
         "a": [-5], "x": [[1, 2], [3, 4.5]], "b": [1.5, 2.5]
     }  # fmt: skip
@@ -120,10 +121,10 @@ def test_json_and_bytes_mix_in_the_order_of_the_inputs() -> None:
 
 def test_a_tensor_of_bytes_is_its_own_memory() -> None:
     body, header = binary("FP32", [1], struct.pack("<f", 1.5))
-    tensor = parse(body, header).inputs["x"]
+    tensor = parse_infer(body, header).inputs["x"]
     assert isinstance(tensor, torch.Tensor)
     tensor += 1  # a view of the immutable body would crash or warn
-    assert parse(body, header).inputs["x"].tolist() == [1.5]  # type: ignore[union-attr]
+    assert parse_infer(body, header).inputs["x"].tolist() == [1.5]  # type: ignore[union-attr]
 
 
 # v2: what is refused
@@ -148,8 +149,8 @@ def test_a_tensor_of_bytes_is_its_own_memory() -> None:
         ({"datatype": "INT64"}, "Expected `int`, got `float`"),
         ({"datatype": "BOOL"}, "Expected `bool`, got `int`"),
         ({"datatype": "BYTES"}, "Expected `str`, got `int`"),
-        ({"datatype": "UINT8", "data": [1, 2, 3, -1]}, "holds -1, which UINT8 cannot hold"),
-        ({"datatype": "INT8", "data": [1, 2, 3, 128]}, "holds 128, which INT8 cannot hold"),
+        ({"datatype": "UINT8", "data": [1, 2, 3, -1]}, "has -1, which UINT8 cannot hold"),
+        ({"datatype": "INT8", "data": [1, 2, 3, 128]}, "has 128, which INT8 cannot hold"),
         ({"datatype": "INT64", "data": [1, 2, 3, 2**63]}, "input 'x'"),
         ({"data": [1, 2, 3, 10**400]}, "out of range"),
         ({"data": [1, 2, 3, True]}, "got `bool`"),
@@ -157,14 +158,14 @@ def test_a_tensor_of_bytes_is_its_own_memory() -> None:
         ({"data": [1, 2, 3, None]}, "got `null`"),
         ({"data": [1, 2, 3]}, "has 3 elements, expected 4"),
         ({"data": [[1, 2], [3]]}, "input 'x'"),
-        ({"data": [[1, 2, 3, 4]]}, "data of shape [1, 4], but says [2, 2]"),
+        ({"data": [[1, 2, 3, 4]]}, "data of shape [1, 4], but its shape field is [2, 2]"),
         ({"data": [[[1], [2]], [[3], [4]]]}, "nested 3 deep"),
         ({"data": [[1, 2], 3, 4]}, "got `int`"),
         ({"data": 4}, "nested 0 deep"),
         ({"data": {}}, "nested 0 deep"),
         ({"name": 3}, "got `int`"),
         ({"parameters": {"binary_data_size": 16}}, "either data or the parameter binary_data_size"),
-        ({"parameters": {"shared_memory_region": "r"}}, "shared_memory_region, which is not offered"),
+        ({"parameters": {"shared_memory_region": "r"}}, "shared_memory_region, which is not supported"),
         ({"parameters": {"deep": [1]}}, "got `array`"),
     ],
 )
@@ -186,11 +187,11 @@ def test_a_tensor_that_contradicts_itself_is_refused(change: dict[str, Any], say
         (request(X).replace(b"4.5", b"NaN"), "malformed"),
         (request(X).replace(b"4.5", b"Infinity"), "malformed"),
         (request(X).replace(b"4.5", b"1e999"), "out of range"),
-        (request(X, X), "input 'x' is there twice"),
+        (request(X, X), "input 'x' appears twice"),
         (request({**X, "name": "\ud800"}), "request"),
         (b'{"inputs": ' + b"[" * 100_000, "got `array`"),
-        (b'{"other": ' + b"[" * 100_000, "too deep"),
-        (b'{"other": ' + b'{"a":' * 100_000, "too deep"),
+        (b'{"other": ' + b"[" * 100_000, "too deeply"),
+        (b'{"other": ' + b'{"a":' * 100_000, "too deeply"),
         (b"[" * 100_000, "Expected `object`"),
         (request({**X, "data": "D"}).replace(b'"D"', b"[" * 100_000 + b"]" * 100_000), "deep"),
         (request(X, outputs=[{"name": "y", "parameters": {"classification": 3}}]), "classification, which is not"),
@@ -246,7 +247,7 @@ def test_random_damage_is_a_refusal_or_a_request_but_never_another_error() -> No
             else:
                 body[at:at] = luck.choice([b"[", b"{", b'"', b"0", b"9" * 30, b"-", b"null", b"1e5", b"\x00", b"\\u00"])
         try:
-            parse(bytes(body), luck.choice([header, None, str(luck.randrange(len(body) + 5))]))
+            parse_infer(bytes(body), luck.choice([header, None, str(luck.randrange(len(body) + 5))]))
             fine += 1
         except HttpError:
             refused += 1
@@ -257,10 +258,10 @@ def test_random_damage_is_a_refusal_or_a_request_but_never_another_error() -> No
 
 
 def answer(
-    outputs: dict[str, Any], asked: InferenceRequest | None = None, stamp: ParameterVersion | None = None
+    outputs: dict[str, Any], asked: InferenceRequest | None = None, version: ParameterVersion | None = None
 ) -> dict[str, Any]:
-    body, length = encode(
-        asked or InferenceRequest("", {}, {}, False), outputs, stamp or ParameterVersion(step=7), "net"
+    body, length = encode_infer(
+        asked or InferenceRequest("", {}, {}, False), outputs, version or ParameterVersion(step=7), "net"
     )
     assert length is None
     decoded: dict[str, Any] = json.loads(body)
@@ -273,16 +274,16 @@ def test_an_answer_carries_the_model_the_step_and_only_what_is_set() -> None:
         "model_name": "net", "model_version": "7", "id": "abc", "parameters": {"step": 7},
         "outputs": [{"name": "output", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]}],
     }  # fmt: skip
-    local = answer({"output": torch.zeros(1)}, stamp=ParameterVersion(step=7, round=2, local_step=1, spread=0))
+    local = answer({"output": torch.zeros(1)}, version=ParameterVersion(step=7, round=2, local_step=1, spread=0))
     assert local["parameters"] == {"step": 7, "round": 2, "local_step": 1, "spread": 0}
 
 
 def test_only_the_wanted_outputs_come_in_the_wanted_form() -> None:
     outputs = {"a": torch.tensor([1.5]), "b": torch.tensor([2]), "c": torch.tensor([True])}
-    asked = parse(
+    asked = parse_infer(
         request(X, outputs=[{"name": "c"}, {"name": "a", "parameters": {"binary_data": True}}]), None
     )  # fmt: skip
-    body, length = encode(asked, outputs, ParameterVersion(step=1), "net")
+    body, length = encode_infer(asked, outputs, ParameterVersion(step=1), "net")
     assert length is not None
     said = json.loads(body[:length])["outputs"]
     assert [output["name"] for output in said] == ["c", "a"]
@@ -293,17 +294,17 @@ def test_only_the_wanted_outputs_come_in_the_wanted_form() -> None:
 
 def test_binary_for_all_has_exceptions() -> None:
     outputs = {"a": torch.tensor([1.5]), "b": torch.tensor([2])}
-    every = parse(request(X, parameters={"binary_data_output": True}), None)
-    body, length = encode(every, outputs, ParameterVersion(step=1), "net")
+    every = parse_infer(request(X, parameters={"binary_data_output": True}), None)
+    body, length = encode_infer(every, outputs, ParameterVersion(step=1), "net")
     assert body[length:] == struct.pack("<f", 1.5) + struct.pack("<q", 2)
     wanted = [{"name": "a"}, {"name": "b", "parameters": {"binary_data": False}}]
-    but_one = parse(request(X, parameters={"binary_data_output": True}, outputs=wanted), None)
-    body, length = encode(but_one, outputs, ParameterVersion(step=1), "net")
+    but_one = parse_infer(request(X, parameters={"binary_data_output": True}, outputs=wanted), None)
+    body, length = encode_infer(but_one, outputs, ParameterVersion(step=1), "net")
     assert body[length:] == struct.pack("<f", 1.5)
 
 
 def test_an_unknown_output_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(HttpError, match="no output 'z'; the outputs are 'a', 'b'"):
+    with pytest.raises(HttpError, match="no output 'z'; its outputs are 'a', 'b'"):
         answer({"a": torch.zeros(1), "b": torch.zeros(1)}, InferenceRequest("", {}, {"z": False}, False))
 
 
@@ -314,7 +315,7 @@ def test_lists_are_answered_as_numbers_if_they_are_and_as_texts_otherwise() -> N
         "n": ("INT64", [2], [1, 2]), "f": ("FP64", [2], [0.1, 2.0]), "s": ("BYTES", [2], ["a", "b"]),
         "d": ("BYTES", [2], ['{"label":"a"}', "null"]), "r": ("BYTES", [2], ["[1]", "[1,2]"]),
     }  # fmt: skip
-    body, length = encode(InferenceRequest("", {}, {}, True), {"s": ["a", "bc"]}, ParameterVersion(step=1), "net")
+    body, length = encode_infer(InferenceRequest("", {}, {}, True), {"s": ["a", "bc"]}, ParameterVersion(step=1), "net")
     assert body[length:] == b"\x01\x00\x00\x00a\x02\x00\x00\x00bc"
 
 
@@ -353,11 +354,13 @@ def test_there_is_no_signature_of_what_is_no_tensor_with_rows(args: list[Any], o
 def test_a_request_is_told_what_came_and_what_is_expected() -> None:
     signature = Signature([TensorSpec("x", "FP32", [-1, 64]), TensorSpec("ids", "INT64", [-1, 8])], [])
     fine = {"x": torch.zeros(3, 64), "ids": torch.zeros(3, 8, dtype=torch.int64)}
-    check(signature, fine)
-    check(signature, {**fine, "ids": torch.zeros(3, 11, dtype=torch.int64)})  # a longer sequence: the model may judge
+    check_inputs(signature, fine)
+    check_inputs(
+        signature, {**fine, "ids": torch.zeros(3, 11, dtype=torch.int64)}
+    )  # a longer sequence: the model decides
     for change, says in (
         ({"x": torch.zeros(3, 65)}, "input 'x' has shape [3, 65], expected [-1, 64]"),
-        ({"x": torch.zeros(64)}, "input 'x' has shape [64], expected [-1, 64]; one row is a list that holds it"),
+        ({"x": torch.zeros(64)}, "input 'x' has shape [64], expected [-1, 64]; put a single row into a list"),
         ({"x": torch.zeros(3, 64).double()}, "input 'x' has datatype FP64, expected FP32"),
         ({"x": ["a"]}, "input 'x' has datatype BYTES, expected FP32"),
         ({"ids": torch.zeros(3, 8, 1, dtype=torch.int64)}, "input 'ids' has shape [3, 8, 1], expected [-1, 8]"),
@@ -365,10 +368,10 @@ def test_a_request_is_told_what_came_and_what_is_expected() -> None:
         ({"y": torch.zeros(3)}, "the inputs are named 'x', 'ids', 'y', expected 'x', 'ids'"),
     ):
         with pytest.raises(HttpError) as caught:
-            check(signature, {**fine, **change})
+            check_inputs(signature, {**fine, **change})
         assert str(caught.value) == says
     with pytest.raises(HttpError, match="named 'x', expected 'x', 'ids'"):
-        check(signature, {"x": fine["x"]})
+        check_inputs(signature, {"x": fine["x"]})
 
 
 # /predict
@@ -376,13 +379,13 @@ def test_a_request_is_told_what_came_and_what_is_expected() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"inputs": rows}, lambda rows: {"instances": rows}])
 def test_rows_come_bare_or_under_inputs_or_instances(wrap: Any) -> None:
-    (value,) = plain_json.parse(b" \n" + json.dumps(wrap([[1.5, 2], [3, 4]])).encode(), None).values()
+    (value,) = parse_plain(b" \n" + json.dumps(wrap([[1.5, 2], [3, 4]])).encode(), None).values()
     assert isinstance(value, torch.Tensor)
     assert value.dtype == torch.float32 and value.tolist() == [[1.5, 2], [3, 4]]
 
 
 def test_several_inputs_come_by_name() -> None:
-    inputs = plain_json.parse(b'{"inputs": {"a": [1, 2], "b": [[true], [false]], "c": ["x", "y"]}}', None)
+    inputs = parse_plain(b'{"inputs": {"a": [1, 2], "b": [[true], [false]], "c": ["x", "y"]}}', None)
     assert inputs["a"].dtype == torch.int64 and inputs["b"].dtype == torch.bool  # type: ignore[union-attr]
     assert inputs["c"] == ["x", "y"]
 
@@ -393,24 +396,24 @@ def expecting(**datatypes: str) -> Signature:
 
 @pytest.mark.parametrize("datatype", [name for name in DTYPES if name != "BOOL"])
 def test_whole_numbers_become_the_expected_datatype(datatype: str) -> None:
-    inputs = plain_json.parse(b"[[1, 2], [3, 4]]", expecting(x=datatype))
+    inputs = parse_plain(b"[[1, 2], [3, 4]]", expecting(x=datatype))
     assert list(inputs) == ["x"]
     assert isinstance(inputs["x"], torch.Tensor)
     assert inputs["x"].dtype == DTYPES[datatype] and inputs["x"].tolist() == [[1, 2], [3, 4]]
 
 
 def test_nothing_is_lost_on_the_way_to_the_expected_datatype() -> None:
-    assert "holds floating numbers, expected INT64" in refused_plain([[1.5, 2]], expecting(x="INT64"))
-    assert "holds 300, which UINT8 cannot hold" in refused_plain([[300, 2]], expecting(x="UINT8"))
-    assert "holds -1, which UINT8 cannot hold" in refused_plain([[-1, 2]], expecting(x="UINT8"))
-    (double,) = plain_json.parse(b"[[0.1, 2]]", expecting(x="FP64")).values()
+    assert "has floating-point numbers, expected INT64" in refused_plain([[1.5, 2]], expecting(x="INT64"))
+    assert "has 300, which UINT8 cannot hold" in refused_plain([[300, 2]], expecting(x="UINT8"))
+    assert "has -1, which UINT8 cannot hold" in refused_plain([[-1, 2]], expecting(x="UINT8"))
+    (double,) = parse_plain(b"[[0.1, 2]]", expecting(x="FP64")).values()
     assert double.tolist() == [[0.1, 2]]  # type: ignore[union-attr]
-    (number,) = plain_json.parse(b"[[1, 0]]", expecting(x="BOOL")).values()
+    (number,) = parse_plain(b"[[1, 0]]", expecting(x="BOOL")).values()
     assert number.dtype == torch.int64  # type: ignore[union-attr] # for `check` to refuse
 
 
 def test_a_bare_list_for_a_model_of_several_inputs_is_told_how() -> None:
-    assert "takes the inputs 'a', 'b': send" in refused_plain([[1, 2]], expecting(a="FP32", b="FP32"))
+    assert "has the inputs 'a', 'b': send" in refused_plain([[1, 2]], expecting(a="FP32", b="FP32"))
 
 
 @pytest.mark.parametrize(
@@ -460,16 +463,16 @@ def test_random_bytes_are_refused_by_predict() -> None:
     for _ in range(500):
         body = bytes(luck.choice(b'[]{}",:0123456789.eE-+ntfINa\\ \xff') for _ in range(luck.randint(0, 40)))
         try:
-            plain_json.parse(body, luck.choice([None, expecting(x="FP32"), expecting(x="INT8")]))
+            parse_plain(body, luck.choice([None, expecting(x="FP32"), expecting(x="INT8")]))
         except HttpError:
             continue
 
 
 def test_the_plain_answer_is_a_list_or_lists_by_name_with_the_step() -> None:
-    stamp = ParameterVersion(step=12, round=3)
-    one = json.loads(plain_json.encode({"output": torch.tensor([[1.5]])}, stamp))
+    version = ParameterVersion(step=12, round=3)
+    one = json.loads(encode_plain({"output": torch.tensor([[1.5]])}, version))
     assert one == {"outputs": [[1.5]], "step": 12, "round": 3}
-    two = json.loads(plain_json.encode({"a": torch.tensor([1]), "b": ["x"]}, ParameterVersion(step=12)))
+    two = json.loads(encode_plain({"a": torch.tensor([1]), "b": ["x"]}, ParameterVersion(step=12)))
     assert two == {"outputs": {"a": [1], "b": ["x"]}, "step": 12}
 
 

@@ -1,4 +1,4 @@
-"""Showcases: what is read is whole, whatever the writer does, and as it was written, however it lies in memory."""
+"""Snapshot buffers: a read is whole, whatever the writer does, and exactly what was written, whatever its strides."""
 
 from __future__ import annotations
 
@@ -13,42 +13,41 @@ import torch
 from hammer import entries, tensors
 
 from hora.errors import Mismatch
-from hora.serve.snapshot_buffer import SnapshotBuffer
-from hora.serve.source import ParameterVersion
+from hora.serve.snapshot_buffer import ParameterVersion, SnapshotBuffer
 
 HAMMER = Path(__file__).parent / "hammer.py"
 
 
-def hammer(showcase: SnapshotBuffer, *arguments: object) -> subprocess.Popen[bytes]:
-    descriptor = showcase.descriptor
+def hammer(snapshot: SnapshotBuffer, *arguments: object) -> subprocess.Popen[bytes]:
+    descriptor = snapshot.descriptor
     return subprocess.Popen([sys.executable, HAMMER, str(descriptor), *map(str, arguments)], pass_fds=(descriptor,))
 
 
-def read_one(showcase: SnapshotBuffer, at_least: int) -> ParameterVersion:
+def read_one(snapshot: SnapshotBuffer, at_least: int) -> ParameterVersion:
     """One reading of that step or later, every element of which must be of its step."""
     parameters, buffers = tensors()
     deadline = time.monotonic() + 50
     while True:
-        stamp = showcase.read(parameters, buffers)
-        if stamp is not None:
+        version = snapshot.read(parameters, buffers)
+        if version is not None:
             for tensor in (*parameters, *buffers.values()):
-                assert bool((tensor == stamp.step).all()), f"torn: {stamp}"
-            assert (stamp.round, stamp.local_step) == divmod(stamp.step, 10)
-            if stamp.step >= at_least:
-                return stamp
+                assert bool((tensor == version.step).all()), f"torn: {version}"
+            assert (version.round, version.local_step) == divmod(version.step, 10)
+            if version.step >= at_least:
+                return version
         assert time.monotonic() < deadline
         time.sleep(0)
 
 
 @pytest.mark.full
 def test_a_reader_never_sees_half_of_what_a_hammering_writer_publishes() -> None:
-    showcase = SnapshotBuffer.create(*tensors(), entries())
-    writer = hammer(showcase)
+    snapshot = SnapshotBuffer.create(*tensors(), entries())
+    writer = hammer(snapshot)
     try:
-        steps = [read_one(showcase, 1).step]
+        steps = [read_one(snapshot, 1).step]
         deadline = time.monotonic() + 40
         while len(steps) < 3000 or (len(set(steps)) <= 100 and time.monotonic() < deadline):
-            steps.append(read_one(showcase, 0).step)
+            steps.append(read_one(snapshot, 0).step)
     finally:
         writer.kill()
         writer.wait()
@@ -58,17 +57,17 @@ def test_a_reader_never_sees_half_of_what_a_hammering_writer_publishes() -> None
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("fatal", [1, 2, 7])
 def test_a_writer_that_dies_half_way_leaves_the_step_before(fatal: int) -> None:
-    showcase = SnapshotBuffer.create(*tensors(), entries())
-    assert hammer(showcase, fatal).wait(50) != 0
+    snapshot = SnapshotBuffer.create(*tensors(), entries())
+    assert hammer(snapshot, fatal).wait(50) != 0
     if fatal == 1:
-        assert showcase.newest() is None
+        assert snapshot.newest() is None
     else:
-        assert read_one(showcase, 0).step == fatal - 1
+        assert read_one(snapshot, 0).step == fatal - 1
     parameters, buffers = tensors()
     for tensor in (*parameters, *buffers.values()):
         tensor.fill_(50)
-    showcase.publish(parameters, buffers, ParameterVersion(50, round=5, local_step=0))
-    assert read_one(showcase, 50).step == 50, "one who comes after it goes on"
+    snapshot.publish(parameters, buffers, ParameterVersion(50, round=5, local_step=0))
+    assert read_one(snapshot, 50).step == 50, "one who comes after it goes on"
 
 
 def test_what_is_read_is_what_was_written_for_every_type_and_layout() -> None:
@@ -96,7 +95,7 @@ def test_what_is_read_is_what_was_written_for_every_type_and_layout() -> None:
     shown = SnapshotBuffer.create(parameters, buffers, entries())
     shown.publish(parameters, buffers, ParameterVersion(4))
     reader = SnapshotBuffer.open(os.dup(shown.descriptor), parameters, buffers, entries())
-    assert shown.seen
+    assert shown.opened
     into = [torch.empty_like(parameter) for parameter in parameters]
     rest = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
     assert reader.read(into, rest) == ParameterVersion(4)
@@ -117,18 +116,18 @@ def test_another_model_is_named_by_its_first_difference() -> None:
 
 def test_a_buffer_of_another_shape_is_refused_and_the_newest_stays() -> None:
     parameters, buffers = tensors()
-    showcase = SnapshotBuffer.create(parameters, buffers, entries())
-    showcase.publish(parameters, buffers, ParameterVersion(0, round=0, local_step=0))
-    with pytest.raises(ValueError, match="buffer mean is not what it was"):
-        showcase.publish(parameters, {**buffers, "mean": torch.zeros(78)}, ParameterVersion(1))
-    assert read_one(showcase, 0).step == 0
+    snapshot = SnapshotBuffer.create(parameters, buffers, entries())
+    snapshot.publish(parameters, buffers, ParameterVersion(0, round=0, local_step=0))
+    with pytest.raises(ValueError, match="buffer mean has changed its shape"):
+        snapshot.publish(parameters, {**buffers, "mean": torch.zeros(78)}, ParameterVersion(1))
+    assert read_one(snapshot, 0).step == 0
 
 
 def test_a_note_is_left_once() -> None:
-    showcase = SnapshotBuffer.create(*tensors(), entries())
-    assert showcase.note == b""
-    showcase.sign(b"x" * 100_000)
-    assert showcase.note == b"", "too long"
-    showcase.sign(b"first")
-    showcase.sign(b"second")
-    assert showcase.note == b"first"
+    snapshot = SnapshotBuffer.create(*tensors(), entries())
+    assert snapshot.signature == b""
+    snapshot.set_signature(b"x" * 100_000)
+    assert snapshot.signature == b"", "too long"
+    snapshot.set_signature(b"first")
+    snapshot.set_signature(b"second")
+    assert snapshot.signature == b"first"
