@@ -14,7 +14,7 @@ import torch
 
 from .. import checkpoint
 from ..coordinator import CoordinatorConnection, CoordinatorEvent
-from ..errors import HoraError
+from ..errors import HoraError, Timeout
 from ..http.guard import own_names
 from ..http.serve_config import ServeConfig
 from ..http.server import HttpServer, catch_signals
@@ -36,6 +36,7 @@ from .sources import CheckpointSource, ParameterSource, ServerSource, SnapshotSo
 log = logging.getLogger(__name__)
 
 WAIT_S = 86400.0  # for rank 0, which may load its data before its model; the end of the run ends this wait too
+ANSWER_S = 2.0  # for a value that must be there already
 
 
 class ServedRun(NamedTuple):
@@ -164,8 +165,9 @@ class LiveWorkers:
 
     def get(self, key: str) -> bytes:
         """A value that a worker has put, or will; blocks. HoraError if all workers leave without it."""
-        if self.all_gone and (value := self._control.peek(key)) is not None:
-            return value
+        if self.all_gone:
+            with contextlib.suppress(Timeout):
+                return self._control.get(key, ANSWER_S)
         self._check()
         return self._control.get(key, WAIT_S, self._check)
 
