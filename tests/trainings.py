@@ -57,7 +57,7 @@ def close_all() -> None:
             one.close()
         outpost = getattr(one.sync, "_outpost", None) or getattr(getattr(one.sync, "_mean", None), "_outpost", None)
         if outpost is not None and outpost._colocated is not None:
-            outpost._colocated._loop.abandon("the test is over")
+            outpost._colocated._loop.stop()
 
 
 def net(seed: int = 0, width: int = 24) -> torch.nn.Sequential:

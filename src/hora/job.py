@@ -247,7 +247,7 @@ class Job:
         raise SystemExit(0)
 
     def _serve(self, model: Any, optimizer: Any) -> NoReturn:
-        from .server.host import serve
+        from .server.process import serve
 
         assert isinstance(self.strategy, PS | LocalSGD) and self._access is not None
         models, optimizers = several("model", model, torch.nn.Module), several("optimizer", optimizer, Optimizer)

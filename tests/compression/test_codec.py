@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from hora.compression.codec import BLOCK, NAMES, codec
+from hora.compression.codec import BLOCK, NAMES, make_codec
 
 LENGTHS = (0, 1, 3, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 7)
 DENSE = ("fp16", "bf16", "int8")
@@ -22,7 +22,7 @@ def numbers(numel: int, seed: int = 0) -> torch.Tensor:
 
 def again(name: str, vector: torch.Tensor, topk: float = 0.01) -> torch.Tensor:
     """The vector after its journey."""
-    chosen = codec(name, topk)
+    chosen = make_codec(name, topk)
     return chosen.decode(chosen.encode(vector), len(vector))
 
 
@@ -37,7 +37,7 @@ def test_it_takes_as_many_bytes_as_the_formula_says(name: str, numel: int) -> No
         "int8": numel + 4 * blocks,
         "topk": 8 * math.ceil(0.03 * numel),
     }[name]
-    chosen = codec(name, topk=0.03)
+    chosen = make_codec(name, topk=0.03)
     data = chosen.encode(numbers(numel))
     assert data.dtype == torch.uint8 and data.dim() == 1
     assert len(data) == chosen.num_bytes(numel) == wanted
@@ -112,7 +112,7 @@ def test_topk_takes_the_largest_by_magnitude_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_adding_is_decoding_and_adding(name: str) -> None:
-    chosen, vector = codec(name, 0.1), numbers(2 * BLOCK + 9)
+    chosen, vector = make_codec(name, 0.1), numbers(2 * BLOCK + 9)
     total = numbers(len(vector), 1)
     wanted = total + chosen.decode(chosen.encode(vector), len(vector))
     chosen.add(chosen.encode(vector), total)
@@ -122,14 +122,14 @@ def test_adding_is_decoding_and_adding(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_may_begin_anywhere(name: str) -> None:
     """As they do behind the header of a message."""
-    chosen, vector = codec(name, 0.1), numbers(BLOCK + 3)
+    chosen, vector = make_codec(name, 0.1), numbers(BLOCK + 3)
     data = torch.cat([torch.zeros(3, dtype=torch.uint8), chosen.encode(vector)])[3:]
     assert chosen.decode(data, len(vector)).equal(again(name, vector, 0.1))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_data_of_another_length_is_refused(name: str) -> None:
-    chosen = codec(name, 0.1)
+    chosen = make_codec(name, 0.1)
     data = chosen.encode(numbers(3000))
     for wrong in (data[:-1], data[:0], torch.cat([data, data[:4]]), data.float()):
         with pytest.raises(ValueError, match=f"3000 elements of {name} are uint8"):
@@ -138,7 +138,7 @@ def test_data_of_another_length_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("index", [-1, 100, 2**31 - 1])
 def test_a_selection_of_elements_that_are_not_there_is_refused(index: int) -> None:
-    chosen = codec("topk", 0.02)
+    chosen = make_codec("topk", 0.02)
     data = torch.cat([torch.tensor([3, index], dtype=torch.int32).view(torch.uint8), torch.ones(2).view(torch.uint8)])
     with pytest.raises(ValueError, match="names elements that a vector of 100 does not have"):
         chosen.decode(data, 100)
@@ -155,11 +155,11 @@ def test_a_selection_of_elements_that_are_not_there_is_refused(index: int) -> No
 )
 def test_an_unknown_name_is_told_what_exists(name: str, said: str) -> None:
     with pytest.raises(ValueError) as caught:
-        codec(name)
+        make_codec(name)
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.01, math.nan])
 def test_a_share_of_elements_is_above_0_and_up_to_1(share: float) -> None:
     with pytest.raises(ValueError, match="above 0 and up to 1"):
-        codec("topk", share)
+        make_codec("topk", share)

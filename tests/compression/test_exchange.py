@@ -9,7 +9,7 @@ import torch
 
 import ranks
 from hora.collectives import Group
-from hora.compression.codec import BLOCK, codec
+from hora.compression.codec import BLOCK, make_codec
 from hora.compression.compressor import Compressor
 from hora.compression.feedback import bounds
 from leaders import add_up, numbers
@@ -55,7 +55,7 @@ def test_what_arrives_in_the_end_is_what_was_sent(name: str, size: int) -> None:
         for number in range(1, num_calls + 1):
             arrived += add_up(group, exchange, given(group.rank))
             errors.append((arrived - number * wanted).abs().max().item())
-        chosen = codec(name, 0.05)
+        chosen = make_codec(name, 0.05)
         once = chosen.decode(chosen.encode(given(0)), numel)
         return errors, (once - given(0)).abs().max().item()
 
@@ -110,7 +110,7 @@ def test_bytes_are_counted_as_they_were_sent(name: str, size: int, transport: st
             add_up(group, wire.exchange(0, numel), numbers(numel, group.rank))
         return sum(group.transport.sent_bytes) - before, wire.tally.sent_bytes, wire.tally.plain_bytes
 
-    coded = codec(name).num_bytes(numel)
+    coded = make_codec(name).num_bytes(numel)
     each = (size - 1) * coded if name == "topk" else 2 * (size - 1) * coded // size
     for sent, counted, plain in ranks.run(size, script, transport):
         assert sent == counted == 2 * each

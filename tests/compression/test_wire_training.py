@@ -10,7 +10,7 @@ import torch
 
 import ranks
 from hora.collectives import Group
-from hora.compression.codec import BLOCK, codec
+from hora.compression.codec import BLOCK, make_codec
 from hora.strategies import parse
 from rounds import SMALL, Crew, diloco, even, uneven, work
 from trainings import batch, building, fit, loss_of, mlp, net, parameters_of, part, training
@@ -98,7 +98,7 @@ def test_each_leader_sends_what_the_formula_says(wire: str, hosts: list[int], tr
             optimizer.step()
         return one.sync.traffic.sent_bytes
 
-    coded = codec(wire).num_bytes(numel)
+    coded = make_codec(wire).num_bytes(numel)
     each = (num_hosts - 1) * coded if wire == "topk" else 2 * (num_hosts - 1) * coded // num_hosts
     found = run(hosts, script, transport)
     for rank, host in enumerate(hosts):
@@ -316,7 +316,7 @@ def test_rounds_send_what_the_formula_says_and_tell_it(wire: str, strategy: str)
             optimizer.step()
         return one.sync.traffic.sent_bytes, one.sync.summary()
 
-    coded = codec(wire).num_bytes(numel)
+    coded = make_codec(wire).num_bytes(numel)
     for sent, said in run([0, 1], script):
         assert sent == 2 * coded
         assert f"wire={wire}: {coded / 1e3:.1f} kB instead of {4 * numel / 1e3:.1f} kB per round between hosts" in said

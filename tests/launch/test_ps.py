@@ -113,14 +113,14 @@ def check_history(folder: Path, servers: int, steps: dict[int, list[int]]) -> No
     """No acknowledged update is lost, none is applied twice."""
     for server in range(servers):
         said = [json.loads(line) for line in (folder / f"server-{server}.jsonl").read_text().splitlines()]
-        applied = Counter((e["worker"], e["step"], e["parcel"]) for e in said if e["kind"] == "apply")
-        parcels = {parcel for _, _, parcel in applied}
-        assert parcels and set(applied.values()) == {1}, "applied twice"
+        applied = Counter((e["worker"], e["step"], e["chunk"]) for e in said if e["kind"] == "apply")
+        chunks = {chunk for _, _, chunk in applied}
+        assert chunks and set(applied.values()) == {1}, "applied twice"
         complete = {(e["worker"], e["step"]) for e in said if e["kind"] == "step"}
         for worker, told in steps.items():
             for step in told:  # counted from 1, by the servers from 0
                 assert (worker, step - 1) in complete, f"worker {worker} was told of step {step}"
-                assert all(applied[worker, step - 1, parcel] for parcel in parcels)
+                assert all(applied[worker, step - 1, chunk] for chunk in chunks)
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,13 @@ from hora.errors import HoraError
 from hora.monitor.messages import EVERY_S, ServerReport, decode
 from hora.server import stats
 from hora.server.block_memory import BlockMemory
-from hora.server.keeper import ServerCounts
 from hora.server.layout import cut
 from hora.server.messages import BeginStep, EnterLoop, Push, SynchronizedAck
-from hora.server.shelf import Shelf
 from hora.server.state import Rules, ServerState
 from hora.server.stats import StatsReporter
+from hora.server.store import ParameterStore, ServerCounts
 
-NUM_PARCELS = 2
+NUM_CHUNKS = 2
 
 
 class Clock:
@@ -37,17 +36,17 @@ def test_a_report_tells_what_was_done_since_the_last(monkeypatch: pytest.MonkeyP
     clock, sent = Clock(monkeypatch), []
     counts = ServerCounts()
     server: Any = types.SimpleNamespace(counts=counts, queue=0)
-    teller = StatsReporter(3, 4096, lambda body: sent.append(decode(body)))
+    reporter = StatsReporter(3, 4096, lambda body: sent.append(decode(body)))
     counts.updates, counts.bytes_in, counts.bytes_out, server.queue = 5, 500, 700, 2
     counts.lags[0] = 4
-    teller.tell(server, 0.1)
+    reporter.report(server, 0.1)
     assert sent == [], "it is not yet time"
     clock.now += EVERY_S
-    teller.tell(server, 0.1)
+    reporter.report(server, 0.1)
     counts.updates, counts.bytes_in, counts.bytes_out, server.queue = 8, 600, 710, 0
     counts.lags[2] = 1
     clock.now += EVERY_S
-    teller.tell(server, 0.15)
+    reporter.report(server, 0.15)
     common = {"server": 3, "seconds": EVERY_S, "load_bytes": 4096}
     assert sent == [
         ServerReport(
@@ -61,12 +60,12 @@ def test_a_report_tells_what_was_done_since_the_last(monkeypatch: pytest.MonkeyP
 def test_one_that_has_nothing_to_do_says_so_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, sent = Clock(monkeypatch), []
     server: Any = types.SimpleNamespace(counts=ServerCounts(), queue=0)
-    teller = StatsReporter(0, 1, lambda body: sent.append(decode(body)))
+    reporter = StatsReporter(0, 1, lambda body: sent.append(decode(body)))
     for _ in range(13):  # 6.5 s
         clock.now += 0.5
-        teller.tell(server, 0.0)
+        reporter.report(server, 0.0)
     assert [report.sent_at for report in sent] == [102.0, 104.0, 106.0]
-    teller.tell(server, 0.0, last=True)
+    reporter.report(server, 0.0, last=True)
     assert sent[-1].seconds == 0.5
 
 
@@ -78,19 +77,19 @@ def test_a_broken_line_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         raise HoraError("the line is broken")
 
     clock.now += 9.0
-    StatsReporter(0, 1, send).tell(server, 0.0)
-    StatsReporter(0, 1, send).tell(server, 0.0, last=True)
+    StatsReporter(0, 1, send).report(server, 0.0)
+    StatsReporter(0, 1, send).report(server, 0.0, last=True)
 
 
 def made(rules: Rules, workers: int) -> ServerState:
-    """One server that has two parcels of a parameter each."""
-    parameters = [torch.nn.Parameter(torch.zeros(64)) for _ in range(NUM_PARCELS)]
+    """One server that has two chunks of a parameter each."""
+    parameters = [torch.nn.Parameter(torch.zeros(64)) for _ in range(NUM_CHUNKS)]
     optimizers = [torch.optim.SGD(parameters, lr=1.0)]
     layout = cut(parameters, optimizers, 1, 256)
-    assert len(layout.parts[0].parcels) == NUM_PARCELS
+    assert len(layout.parts[0].chunks) == NUM_CHUNKS
     part = layout.parts[0]
     server = ServerState(
-        Shelf(part, BlockMemory(len(part.blocks), part.num_bytes), parameters, ["a", "b"], optimizers), rules
+        ParameterStore(part, BlockMemory(len(part.blocks), part.num_bytes), parameters, optimizers), rules
     )
     for worker in range(workers):
         server.join(worker)
@@ -98,19 +97,19 @@ def made(rules: Rules, workers: int) -> ServerState:
     return server
 
 
-def push(server: ServerState, worker: int, step: int, parcels: int = NUM_PARCELS) -> int:
+def push(server: ServerState, worker: int, step: int, chunks: int = NUM_CHUNKS) -> int:
     """A worker's gradients of one step, or some of them; the queue after that."""
-    server.handle(worker, BeginStep(step, 0, NUM_PARCELS, present=len(server.workers)))
-    for parcel in range(parcels):
-        versions = server.shelf.versions(server.shelf.part.parcels[parcel])
-        server.handle(worker, Push(step, parcel, versions), [torch.ones(64)])
+    server.handle(worker, BeginStep(step, 0, NUM_CHUNKS, present=len(server.workers)))
+    for chunk in range(chunks):
+        versions = server.store.versions(server.store.part.chunks[chunk])
+        server.handle(worker, Push(step, chunk, versions), [torch.ones(64)])
     return server.queue
 
 
 def test_in_sync_gradients_queue_for_those_of_the_others() -> None:
     server = made(Rules(mode="sync"), 3)
     assert [push(server, 0, 0), push(server, 1, 0), push(server, 2, 0)] == [2, 4, 0]
-    assert push(server, 1, 1, parcels=1) == 1
+    assert push(server, 1, 1, chunks=1) == 1
     server.leave(1)
     assert server.queue == 0
 

@@ -23,11 +23,10 @@ from hora.serve.signature import Signature
 from hora.serve.snapshot_buffer import ParameterVersion, SnapshotBuffer
 from hora.serve.sources import ServerSource, SnapshotSource
 from hora.server.block_memory import BlockMemory
-from hora.server.host import layout_of
-from hora.server.layout import BlockLayout
+from hora.server.layout import BlockLayout, make_layout
 from hora.server.messages import BeginStep, Push
-from hora.server.shelf import Shelf
 from hora.server.state import Rules, ServerState
+from hora.server.store import ParameterStore
 from hora.strategies import parse
 from hora.strategies.common.sync import Sync
 
@@ -129,30 +128,30 @@ class Servers:
     def __init__(self, registry: ParameterRegistry, mode: str, num_servers: int = 2) -> None:
         line = InProcessCoordinator(1).connect()
         access = RunContext(control=line, token=b"", rank=0, size=1, num_servers=num_servers)
-        self.layout: BlockLayout = layout_of(registry, access, 1 << 20)
+        self.layout: BlockLayout = make_layout(registry, access, 1 << 20)
         self.memories = [BlockMemory(len(part.blocks), part.num_bytes) for part in self.layout.parts]
         self.servers = []
         for number, (part, memory) in enumerate(zip(self.layout.parts, self.memories, strict=True)):
             twin = registry_of(Model())
-            shelf = Shelf(part, memory, twin.parameters, twin.names, twin.optimizers)
-            self.servers.append(ServerState(shelf, Rules(mode=mode), number=number, num_servers=num_servers))
+            store = ParameterStore(part, memory, twin.parameters, twin.optimizers)
+            self.servers.append(ServerState(store, Rules(mode=mode), number=number, num_servers=num_servers))
             self.servers[-1].join(0)
 
     def fill(self, value: float, step: int = 0) -> None:
         for server in self.servers:
-            for parcel in server.shelf.part.parcels:
-                server.shelf.fill(parcel, [torch.full((block.numel,), value) for block in parcel.blocks], step)
+            for chunk in server.store.part.chunks:
+                server.store.fill(chunk, [torch.full((block.numel,), value) for block in chunk.blocks], step)
 
     def begin(self, number: int, step: int, reaches: int) -> None:
-        parcels = self.servers[number].shelf.part.parcels
-        self.servers[number].handle(0, BeginStep(step, 0, len(parcels), reaches=reaches))
+        chunks = self.servers[number].store.part.chunks
+        self.servers[number].handle(0, BeginStep(step, 0, len(chunks), reaches=reaches))
 
     def push(self, number: int, step: int, gradient: float) -> None:
         server = self.servers[number]
-        for parcel in server.shelf.part.parcels:
-            base = server.shelf.versions(parcel)
-            gradients = [torch.full((block.numel,), gradient) for block in parcel.blocks]
-            server.handle(0, Push(step, parcel.number, base), gradients)
+        for chunk in server.store.part.chunks:
+            base = server.store.versions(chunk)
+            gradients = [torch.full((block.numel,), gradient) for block in chunk.blocks]
+            server.handle(0, Push(step, chunk.number, base), gradients)
 
 
 def test_in_sync_only_parameters_of_one_step_are_read() -> None:
@@ -224,7 +223,7 @@ def test_a_block_has_its_new_origin_before_it_is_at_rest_again() -> None:
 
     class Watched:
         def __setitem__(self, number: int, value: int) -> None:
-            assert memory.words[number] & 1, "a reader may meet the version without its origin"
+            assert memory.counters[number] & 1, "a reader may meet the version without its origin"
 
     memory.origins = Watched()  # type: ignore[assignment]
     servers.fill(1.0, step=7)

@@ -39,10 +39,10 @@ class Checker:
         """A server has answered."""
 
     def reads(self, walker: Any, number: int, ready: ChunkReady) -> None:
-        """A worker has read a parcel."""
+        """A worker has read a chunk."""
 
     def finishes(self, walker: Any, step: int, readies: list[ChunkReady]) -> None:
-        """A worker has read all parcels of its step."""
+        """A worker has read all chunks of its step."""
 
     def ends(self) -> None:
         """All queues are empty."""
@@ -64,7 +64,7 @@ class Clocks:
         self.here: set[int] = set()
         self.highest = 0
         self.of_step: dict[tuple[int, int], int] = {}
-        self._parcels: dict[tuple[int, int], int] = {}
+        self._chunks: dict[tuple[int, int], int] = {}
         self._came: collections.Counter[tuple[int, int]] = collections.Counter()
 
     def hears(self, rank: int, message: Any) -> None:
@@ -107,14 +107,14 @@ class Clocks:
 
     def _count(self, rank: int, message: Any) -> None:
         if isinstance(message, BeginStep):
-            self._parcels[rank, message.step] = message.parcels
+            self._chunks[rank, message.step] = message.num_chunks
         if isinstance(message, Push):
             self._came[rank, message.step] += 1
         if isinstance(message, BeginStep | Push):
             key = (rank, message.step)
-            if key in self._parcels:
+            if key in self._chunks:
                 self.of_step.setdefault(key, self.clock[rank] + 1)
-                if self._came[key] == self._parcels[key]:
+                if self._came[key] == self._chunks[key]:
                     self.clock[rank] += 1
                     self.highest = max(self.highest, self.clock[rank])
 
@@ -133,8 +133,8 @@ class AsyncChecker(Checker):
     def begins(self, world: Any) -> None:
         self.world = world
         self.exact = world.rules.correct == "none"
-        self.values = [[flat.numpy().copy() for flat in server.shelf.flats] for server in world.servers]
-        self.counts = [[1] * len(server.shelf.flats) for server in world.servers]  # filling was the first
+        self.values = [[flat.numpy().copy() for flat in server.store.flats] for server in world.servers]
+        self.counts = [[1] * len(server.store.flats) for server in world.servers]  # filling was the first
         self.history = [[[value] for value in values] for values in self.values]  # by server and block, each version's
         self.given: dict[tuple[int, int, int], np.ndarray] = {}  # by server, worker, block
         self.read_at: dict[tuple[int, int, int], int] = {}
@@ -166,10 +166,10 @@ class AsyncChecker(Checker):
         elif isinstance(message, BeginStep):
             self.begun[number, rank, message.step] = message
         elif isinstance(message, Push):
-            key = (number, rank, message.step, message.parcel)
+            key = (number, rank, message.step, message.chunk)
             assert key not in self.delivered
             self.delivered[key] = [None if g is None else g.numpy().copy() for g in gradients]
-            blocks = self.world.layout.parts[number].parcels[message.parcel].blocks
+            blocks = self.world.layout.parts[number].chunks[message.chunk].blocks
             self.bases[key] = [self.read_at[number, rank, block.number] for block in blocks]
             assert message.base == self.bases[key]
 
@@ -177,12 +177,12 @@ class AsyncChecker(Checker):
         if kind != "apply":
             return
         rules, rank = self.world.rules, facts["worker"]
-        key = (number, rank, facts["step"], facts["parcel"])
+        key = (number, rank, facts["step"], facts["chunk"])
         assert key in self.delivered, f"{key} was applied and never delivered"
         assert key not in self.lags, f"{key} was applied twice"
         begin = self.begun[number, rank, facts["step"]]
         assert not begin.nonfinite
-        blocks = self.world.layout.parts[number].parcels[facts["parcel"]].blocks
+        blocks = self.world.layout.parts[number].chunks[facts["chunk"]].blocks
         counts, values = self.counts[number], self.values[number]
         lag = max(counts[block.number] - base for block, base in zip(blocks, self.bases[key], strict=True))
         assert facts["lag"] == lag, f"{key}: recorded a lag of {facts['lag']}, there were {lag} versions between"
@@ -202,12 +202,12 @@ class AsyncChecker(Checker):
         self.applied_at[key] = [counts[block.number] for block in blocks]
 
     def emits(self, number: int, rank: int, ready: ChunkReady) -> None:
-        blocks = self.world.layout.parts[number].parcels[ready.parcel].blocks
+        blocks = self.world.layout.parts[number].chunks[ready.chunk].blocks
         for block, version in zip(blocks, ready.versions, strict=True):
             self.given[number, rank, block.number] = self.history[number][block.number][version - 1]
         if ready.step < 0:
             return
-        key = (number, rank, ready.step, ready.parcel)
+        key = (number, rank, ready.step, ready.chunk)
         assert key not in self.answered, f"{key} was answered twice"
         self.answered.add(key)
         begin = self.begun[number, rank, ready.step]
@@ -221,7 +221,7 @@ class AsyncChecker(Checker):
             assert ahead <= self.world.rules.staleness, f"{key} was answered {ahead} steps ahead of the slowest"
 
     def reads(self, walker: Any, number: int, ready: ChunkReady) -> None:
-        for block in self.world.layout.parts[number].parcels[ready.parcel].blocks:
+        for block in self.world.layout.parts[number].chunks[ready.chunk].blocks:
             private = self.world.rules.correct == "dc"
             given = self.given[number, walker.rank, block.number]
             self._same(walker.held[number][block.number], given if private else self.values[number][block.number])
@@ -249,7 +249,7 @@ class AsyncChecker(Checker):
             assert key in self.lags or begin.nonfinite, f"{key} was lost"
             assert key in self.answered or (number, rank) in self.gone, f"{key} was never answered"
         for server, values in zip(self.world.servers, self.values, strict=True):
-            for flat, value in zip(server.shelf.flats, values, strict=True):
+            for flat, value in zip(server.store.flats, values, strict=True):
                 self._same(flat, value)
 
 
@@ -287,7 +287,7 @@ class MeetingChecker(AsyncChecker):
 
     def reads(self, walker: Any, number: int, ready: ChunkReady) -> None:
         super().reads(walker, number, ready)
-        left = {(n, parcel) for n, parcel in walker.outstanding if n == number} - {(number, ready.parcel)}
+        left = {(n, chunk) for n, chunk in walker.outstanding if n == number} - {(number, ready.chunk)}
         if not left:
             self.unread[number].discard(walker.rank)
 
@@ -315,7 +315,7 @@ class SyncChecker(Checker):
         self.after: list[list[torch.Tensor]] = [[p.detach().clone() for p in world.parameters]]
         self.chosen: dict[int, list[int]] = {}
         self.present: dict[int, int] = {}
-        self.means: dict[tuple[int, int, int], list[int]] = {}  # by server, step, parcel
+        self.means: dict[tuple[int, int, int], list[int]] = {}  # by server, step, chunk
         self.answers: collections.Counter[tuple[int, int, int, int]] = collections.Counter()
         self.dropped: set[tuple[int, int]] = set()
         self.nows: dict[tuple[int, int, int], int] = {}  # by worker, step, server
@@ -326,7 +326,7 @@ class SyncChecker(Checker):
 
     def records(self, number: int, kind: str, facts: dict[str, Any]) -> None:
         if kind == "mean":
-            key = (number, facts["step"], facts["parcel"])
+            key = (number, facts["step"], facts["chunk"])
             assert key not in self.means, f"{key} was updated twice"
             self.means[key] = facts["workers"]
         if kind == "chosen":
@@ -336,8 +336,8 @@ class SyncChecker(Checker):
 
     def emits(self, number: int, rank: int, ready: ChunkReady) -> None:
         if ready.step >= 0:
-            self.answers[number, rank, ready.step, ready.parcel] += 1
-            assert self.answers[number, rank, ready.step, ready.parcel] == 1
+            self.answers[number, rank, ready.step, ready.chunk] += 1
+            assert self.answers[number, rank, ready.step, ready.chunk] == 1
 
     def state(self, step: int) -> list[torch.Tensor]:
         """The parameters before this step, by the sequential run."""
@@ -359,9 +359,9 @@ class SyncChecker(Checker):
             return
         at = ready.now if self.world.rules.backup else ready.step + 1
         assert self.nows.setdefault((walker.rank, ready.step, number), ready.now) == ready.now, (
-            f"rank {walker.rank} read parcels of two steps on server {number}"
+            f"rank {walker.rank} read chunks of two steps on server {number}"
         )
-        for block in self.world.layout.parts[number].parcels[ready.parcel].blocks:
+        for block in self.world.layout.parts[number].chunks[ready.chunk].blocks:
             assert self.same(walker.held[number][block.number], block, at), (
                 f"rank {walker.rank} read other values of block {block.number} of server {number} than step {at}'s"
             )
@@ -381,9 +381,9 @@ class SyncChecker(Checker):
             assert readies[0].stop == any(each.begin.get("stop", False) for each in given)
 
     def ends(self) -> None:
-        for (number, step, parcel), workers in self.means.items():
+        for (number, step, chunk), workers in self.means.items():
             expected = self.chosen[step] if self.world.rules.backup else sorted(self.given[step])
-            assert workers == expected, f"server {number} took {workers} for parcel {parcel} of step {step}"
+            assert workers == expected, f"server {number} took {workers} for chunk {chunk} of step {step}"
 
 
 class Reference:

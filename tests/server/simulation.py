@@ -1,7 +1,7 @@
 """A network in one thread: workers and servers, queues between them, and a random order of everything, by seed.
 
 Queues keep their order, one per line and direction; nothing else is promised. A worker acts as hora's own client does:
-it pushes a step's gradients to all servers, reads each parcel when it is Ready, and goes on when it has read all.
+it pushes a step's gradients to all servers, reads each chunk when it is Ready, and goes on when it has read all.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hora.server.messages import (
     SynchronizedAck,
     WorkerEntered,
 )
-from hora.server.shelf import Shelf
 from hora.server.state import Rules, ServerState
+from hora.server.store import ParameterStore
 
 LR = 2.0**-6
 SHAPES = ((10, 8), (3,), (5, 4), (70,))  # of 256 bytes each: blocks of 3, 1, 1 and 3 slices
@@ -84,8 +84,8 @@ class Walker:
         self.taken = 0  # steps, counting those that were dropped
         self.pulls = 0
         self.outstanding: set[tuple[int, int]] = set()
-        self.held = [[flat.clone() for flat in server.shelf.flats] for server in world.servers]
-        self.base = [[0] * len(server.shelf.flats) for server in world.servers]
+        self.held = [[flat.clone() for flat in server.store.flats] for server in world.servers]
+        self.base = [[0] * len(server.store.flats) for server in world.servers]
         self.readies: list[ChunkReady] = []
         self.nows: dict[int, int] = {}
         self.told: list[list[ChunkReady]] = []  # by step
@@ -119,21 +119,21 @@ class Walker:
         world.checker.pushes(self, self.step, optimizer, given)
         eligible = len(set(self.nows.values())) <= 1
         for number, part in enumerate(world.layout.parts):
-            mine = [parcel for parcel in part.parcels if parcel.optimizer == optimizer]
+            mine = [chunk for chunk in part.chunks if chunk.optimizer == optimizer]
             begin = BeginStep(self.step, optimizer, len(mine), **{"eligible": eligible, **given.begin})
             world.queue(("w", self.rank, number, 0)).append((begin, ()))
             world.dice.shuffle(mine)
-            for parcel in mine:
+            for chunk in mine:
                 gradients = [
                     None if (g := given.gradients[block.index]) is None else g.reshape(-1)[block.start : block.stop]
-                    for block in parcel.blocks
+                    for block in chunk.blocks
                 ]
                 have = None if all(g is not None for g in gradients) else [g is not None for g in gradients]
-                base = [self.base[number][block.number] for block in parcel.blocks]
+                base = [self.base[number][block.number] for block in chunk.blocks]
                 line = world.dice.randrange(world.lines)
-                push = Push(self.step, parcel.number, base, have)
+                push = Push(self.step, chunk.number, base, have)
                 world.queue(("w", self.rank, number, line)).append((push, gradients))
-                self.outstanding.add((number, parcel.number))
+                self.outstanding.add((number, chunk.number))
         if not self.outstanding:
             self._finish()
 
@@ -142,22 +142,22 @@ class Walker:
         self.pulls += 1
         for number, part in enumerate(self.world.layout.parts):
             self.world.queue(("w", self.rank, number, 0)).append((Pull(-1 - self.pulls), ()))
-            self.outstanding |= {(number, parcel.number) for parcel in part.parcels}
+            self.outstanding |= {(number, chunk.number) for chunk in part.chunks}
 
     def hear(self, number: int, ready: ChunkReady) -> None:
-        """Reads the parcel, as it is now or as it was copied for this worker."""
+        """Reads the chunk, as it is now or as it was copied for this worker."""
         server = self.world.servers[number]
-        parcel = server.shelf.part.parcels[ready.parcel]
-        readable = server.readable(self.rank)
-        private = readable is not server.shelf.flats
-        for position, block in enumerate(parcel.blocks):
+        chunk = server.store.part.chunks[ready.chunk]
+        readable = server.store.readable(self.rank)
+        private = readable is not server.store.flats
+        for position, block in enumerate(chunk.blocks):
             self.held[number][block.number].copy_(readable[block.number])
-            self.base[number][block.number] = ready.versions[position] if private else server.shelf.version(block)
+            self.base[number][block.number] = ready.versions[position] if private else server.store.version(block)
         self.world.checker.reads(self, number, ready)
         if not self.joined:
             return
-        assert (number, ready.parcel) in self.outstanding, f"rank {self.rank} did not wait for {ready}"
-        self.outstanding.discard((number, ready.parcel))
+        assert (number, ready.chunk) in self.outstanding, f"rank {self.rank} did not wait for {ready}"
+        self.outstanding.discard((number, ready.chunk))
         self.nows[number] = ready.now
         if ready.step >= 0:
             self.readies.append(ready)
@@ -212,12 +212,11 @@ class World:
         self.servers: list[ServerState] = []
         for number, part in enumerate(self.layout.parts):
             own = [torch.nn.Parameter(parameter.detach().clone()) for parameter in self.parameters]
-            shelf = Shelf(part, BlockMemory(len(part.blocks), part.num_bytes), own, [str(i) for i in range(len(own))],
-                          optimizers(own))  # fmt: skip
-            for parcel in part.parcels:
-                shelf.fill(parcel, [own[b.index].detach().reshape(-1)[b.start : b.stop] for b in parcel.blocks])
+            store = ParameterStore(part, BlockMemory(len(part.blocks), part.num_bytes), own, optimizers(own))
+            for chunk in part.chunks:
+                store.fill(chunk, [own[b.index].detach().reshape(-1)[b.start : b.stop] for b in chunk.blocks])
             record = self._recorder(number)
-            self.servers.append(ServerState(shelf, rules, number=number, num_servers=num_servers, record=record))
+            self.servers.append(ServerState(store, rules, number=number, num_servers=num_servers, record=record))
         self.contribute = contribute or self.random_gradients
         self._queues: dict[tuple[Any, ...], collections.deque[Any]] = {}
         self.walkers = [Walker(rank, plan, self) for rank, plan in enumerate(plans)]
@@ -281,7 +280,7 @@ class World:
         message = self._queues[key].popleft()
         if key[0] == "p":
             self.checker.hears(key[2], message)
-            self.post(key[2], self.servers[key[2]].hear(key[1], message))
+            self.post(key[2], self.servers[key[2]].handle_server(key[1], message))
         elif key[0] == "r":
             walker = self.walkers[key[2]]
             if not walker.gone:

@@ -37,18 +37,18 @@ def test_every_element_is_in_one_block_of_one_parameter_and_servers_differ_by_on
     largest = 0
     for part in layout.parts:
         assert [block.number for block in part.blocks] == list(range(len(part.blocks)))
-        assert [parcel.number for parcel in part.parcels] == list(range(len(part.parcels)))
+        assert [chunk.number for chunk in part.chunks] == list(range(len(part.chunks)))
         end = 0
-        for parcel in part.parcels:
-            assert {0 if block.index < half else 1 for block in parcel.blocks} == {parcel.optimizer}
-            assert len({parameters[block.index].dtype for block in parcel.blocks}) == 1
-            for block in parcel.blocks:
+        for chunk in part.chunks:
+            assert {0 if block.index < half else 1 for block in chunk.blocks} == {chunk.optimizer}
+            assert len({parameters[block.index].dtype for block in chunk.blocks}) == 1
+            for block in chunk.blocks:
                 num_bytes = block.numel * parameters[block.index].element_size()
                 covered[block.index][block.start : block.stop] += 1
                 assert block.whole == (block.numel == parameters[block.index].numel())
-                assert block.at % ALIGN_BYTES == 0 and end <= block.at, "two blocks share a cache line"
-                assert parcel.at <= block.at and block.at + num_bytes <= parcel.at + parcel.num_bytes
-                end = block.at + num_bytes
+                assert block.offset % ALIGN_BYTES == 0 and end <= block.offset, "two blocks share a cache line"
+                assert chunk.offset <= block.offset and block.offset + num_bytes <= chunk.offset + chunk.num_bytes
+                end = block.offset + num_bytes
                 largest = max(largest, num_bytes)
         assert end <= part.num_bytes
     assert all(bool((count == 1).all()) for count in covered)
@@ -67,10 +67,12 @@ def test_sparse_tables_are_cut_by_rows_and_travel_alone() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1000, 24)), torch.nn.Parameter(torch.zeros(10))]
     optimizers = [torch.optim.SparseAdam([parameters[0]]), torch.optim.SGD([parameters[1]], lr=0.1)]
     layout = cut(parameters, optimizers, 2, 4096, frozenset({0}))
-    parcels = [parcel for part in layout.parts for parcel in part.parcels]
-    assert all(parcel.row == (24 if parcel.blocks[0].index == 0 else 0) for parcel in parcels)
-    assert all(len(p.blocks) == 1 and p.blocks[0].start % 24 == p.blocks[0].numel % 24 == 0 for p in parcels if p.row)
-    assert sum(bool(parcel.row) for parcel in parcels) > 10
+    chunks = [chunk for part in layout.parts for chunk in part.chunks]
+    assert all(chunk.row_numel == (24 if chunk.blocks[0].index == 0 else 0) for chunk in chunks)
+    assert all(
+        len(p.blocks) == 1 and p.blocks[0].start % 24 == p.blocks[0].numel % 24 == 0 for p in chunks if p.row_numel
+    )
+    assert sum(bool(chunk.row_numel) for chunk in chunks) > 10
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop])

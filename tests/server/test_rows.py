@@ -1,4 +1,4 @@
-"""Sparse parcels: only rows that were touched travel."""
+"""Sparse chunks: only rows that were touched travel."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hora.server.block_memory import BlockMemory
 from hora.server.layout import BlockLayout, Chunk, cut
 from hora.server.messages import BeginStep, ChunkReady, EnterLoop, Push
 from hora.server.rows import RowLog
-from hora.server.shelf import Shelf
 from hora.server.state import Rules, ServerState
+from hora.server.store import ParameterStore
 
 NUM_ROWS, WIDTH = 50, 4
 
@@ -29,16 +29,16 @@ def make(rules: Rules, num_servers: int = 1) -> tuple[torch.nn.Parameter, BlockL
         optimizers = [torch.optim.SGD(own, lr=LR)]
         layout = cut(own, optimizers, num_servers, 256, frozenset({0}))
         part = layout.parts[number]
-        shelf = Shelf(part, BlockMemory(len(part.blocks), part.num_bytes), own, ["table", "bias"], optimizers)
-        for parcel in part.parcels:
-            shelf.fill(parcel, [own[b.index].detach().reshape(-1)[b.start : b.stop] for b in parcel.blocks])
-        servers.append(ServerState(shelf, rules, number=number, num_servers=num_servers))
+        store = ParameterStore(part, BlockMemory(len(part.blocks), part.num_bytes), own, optimizers)
+        for chunk in part.chunks:
+            store.fill(chunk, [own[b.index].detach().reshape(-1)[b.start : b.stop] for b in chunk.blocks])
+        servers.append(ServerState(store, rules, number=number, num_servers=num_servers))
     return table, layout, servers
 
 
-def sparse(parcel: Chunk, gradient: torch.Tensor) -> torch.Tensor:
+def sparse(chunk: Chunk, gradient: torch.Tensor) -> torch.Tensor:
     """The rows of this block in which the gradient of the table is not zero."""
-    block = parcel.blocks[0]
+    block = chunk.blocks[0]
     mine = gradient.reshape(-1)[block.start : block.stop].view(-1, WIDTH)
     rows = mine.any(1).nonzero().view(1, -1)
     return torch.sparse_coo_tensor(rows, mine[rows[0]], mine.shape, check_invariants=False)
@@ -61,8 +61,10 @@ def test_ready_names_exactly_the_rows_changed_since_that_worker_was_last_answere
     dice = random.Random(seed)
     table, layout, (server,) = make(Rules(mode="async"))
     expected = table.detach().clone()
-    parcels = layout.parts[0].parcels
-    assert sum(parcel.row == WIDTH for parcel in parcels) == 7 and all(len(p.blocks) == 1 for p in parcels if p.row)
+    chunks = layout.parts[0].chunks
+    assert sum(chunk.row_numel == WIDTH for chunk in chunks) == 7 and all(
+        len(p.blocks) == 1 for p in chunks if p.row_numel
+    )
     news: dict[tuple[int, int], set[int] | None] = collections.defaultdict(lambda: None)  # None: all
     for worker in range(3):
         server.join(worker)
@@ -71,29 +73,29 @@ def test_ready_names_exactly_the_rows_changed_since_that_worker_was_last_answere
     for _ in range(40):
         worker = dice.choice([0, 0, 1, 1, 2] if dice.random() < 0.8 else [0])
         gradient = some_rows(dice)
-        server.handle(worker, BeginStep(steps[worker], 0, len(parcels)))
-        for parcel in parcels:
-            given = sparse(parcel, gradient) if parcel.row else None
+        server.handle(worker, BeginStep(steps[worker], 0, len(chunks)))
+        for chunk in chunks:
+            given = sparse(chunk, gradient) if chunk.row_numel else None
             touched = [] if given is None else given.coalesce().indices()[0].tolist()
             for other in range(3):
-                before = news[other, parcel.number]
+                before = news[other, chunk.number]
                 if before is not None:
                     before |= set(touched)
-            base = [server.shelf.version(parcel.blocks[0])]
-            [(_, ready)] = server.handle(worker, Push(steps[worker], parcel.number, base), [given])
-            if parcel.row:
-                changed = news[worker, parcel.number]
-                all_rows = range(parcel.blocks[0].numel // WIDTH)
+            base = [server.store.version(chunk.blocks[0])]
+            [(_, ready)] = server.handle(worker, Push(steps[worker], chunk.number, base), [given])
+            if chunk.row_numel:
+                changed = news[worker, chunk.number]
+                all_rows = range(chunk.blocks[0].numel // WIDTH)
                 assert named(ready) == sorted(all_rows if changed is None else changed)
             else:
                 assert ready.rows is None
-            news[worker, parcel.number] = set()
+            news[worker, chunk.number] = set()
         expected -= LR * gradient
         steps[worker] += 1
-    for parcel in parcels:
-        if parcel.row:
-            block = parcel.blocks[0]
-            assert torch.equal(server.shelf.flats[block.number], expected.reshape(-1)[block.start : block.stop])
+    for chunk in chunks:
+        if chunk.row_numel:
+            block = chunk.blocks[0]
+            assert torch.equal(server.store.flats[block.number], expected.reshape(-1)[block.start : block.stop])
 
 
 @pytest.mark.parametrize("num_servers", [1, 2, 3])
@@ -112,16 +114,16 @@ def test_the_mean_of_sparse_gradients_is_the_dense_one(num_servers: int, clip_no
             gradients = [some_rows(dice) for _ in range(num_workers)]
             talk = []
             for number, server in enumerate(servers):
-                parcels = layout.parts[number].parcels
+                chunks = layout.parts[number].chunks
                 for worker in range(num_workers):
-                    out = server.handle(worker, BeginStep(step, 0, len(parcels)))
-                    for parcel in parcels:
-                        given = sparse(parcel, gradients[worker]) if parcel.row else None
-                        out += server.handle(worker, Push(step, parcel.number, [0] * len(parcel.blocks)), [given])
+                    out = server.handle(worker, BeginStep(step, 0, len(chunks)))
+                    for chunk in chunks:
+                        given = sparse(chunk, gradients[worker]) if chunk.row_numel else None
+                        out += server.handle(worker, Push(step, chunk.number, [0] * len(chunk.blocks)), [given])
                     talk += [(number, to[1], message) for to, message in out if to[0] == "server"]
             while talk:
                 source, target, message = talk.pop(0)
-                out = servers[target].hear(source, message)
+                out = servers[target].handle_server(source, message)
                 talk += [(target, to[1], message) for to, message in out if to[0] == "server"]
             reference.grad = torch.stack(gradients).mean(0)
             if clip_norm is not None:
@@ -129,10 +131,10 @@ def test_the_mean_of_sparse_gradients_is_the_dense_one(num_servers: int, clip_no
             optimizer.step()
         for server in servers:
             assert server.now == 3
-            for block in server.shelf.part.blocks:
+            for block in server.store.part.blocks:
                 if block.index == 0:
                     expected = reference.detach().reshape(-1)[block.start : block.stop]
-                    assert torch.allclose(server.shelf.flats[block.number], expected, rtol=1e-12)
+                    assert torch.allclose(server.store.flats[block.number], expected, rtol=1e-12)
 
 
 def test_the_log_of_rows_is_bounded_though_one_worker_is_never_answered_again() -> None:
@@ -158,7 +160,7 @@ def test_the_log_forgets_what_everybody_has_seen() -> None:
 
 def test_one_that_joins_later_is_told_all_rows_and_one_that_left_is_not_kept_for() -> None:
     _, layout, (server,) = make(Rules(mode="async"))
-    parcel = layout.parts[0].parcels[0]
+    chunk = layout.parts[0].chunks[0]
     server.join(0)
     server.join(1)
     server.refresh(0, -1)
@@ -166,22 +168,22 @@ def test_one_that_joins_later_is_told_all_rows_and_one_that_left_is_not_kept_for
     server.leave(1)
     dice = random.Random(0)
     for step in range(200):
-        server.handle(0, BeginStep(step, 0, len(layout.parts[0].parcels)))
-        for each in layout.parts[0].parcels:
-            given = sparse(each, some_rows(dice)) if each.row else None
+        server.handle(0, BeginStep(step, 0, len(layout.parts[0].chunks)))
+        for each in layout.parts[0].chunks:
+            given = sparse(each, some_rows(dice)) if each.row_numel else None
             server.handle(0, Push(step, each.number, [0]), [given])
-    assert all(len(log) <= log.num_rows for log in server._keeper._rows.values())
+    assert all(len(log) <= log.num_rows for log in server.store._row_logs.values())
     server.join(2)
-    first = next(ready for _, ready in server.refresh(2, -1) if ready.parcel == parcel.number)
-    again = next(ready for _, ready in server.refresh(2, -2) if ready.parcel == parcel.number)
+    first = next(ready for _, ready in server.refresh(2, -1) if ready.chunk == chunk.number)
+    again = next(ready for _, ready in server.refresh(2, -2) if ready.chunk == chunk.number)
     assert named(first) == list(range(8)) and named(again) == []
 
 
 def test_filling_a_table_changes_all_its_rows() -> None:
     _, layout, (server,) = make(Rules(mode="async"))
-    parcel = layout.parts[0].parcels[0]
+    chunk = layout.parts[0].chunks[0]
     server.join(0)
     server.refresh(0, -1)
-    server.shelf.fill(parcel, [torch.ones(parcel.blocks[0].numel, dtype=torch.float64)])
-    told = {ready.parcel: named(ready) for _, ready in server.refresh(0, -2) if ready.rows is not None}
-    assert told.pop(parcel.number) == list(range(8)) and set(map(tuple, told.values())) == {()}
+    server.store.fill(chunk, [torch.ones(chunk.blocks[0].numel, dtype=torch.float64)])
+    told = {ready.chunk: named(ready) for _, ready in server.refresh(0, -2) if ready.rows is not None}
+    assert told.pop(chunk.number) == list(range(8)) and set(map(tuple, told.values())) == {()}

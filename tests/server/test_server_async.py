@@ -150,4 +150,4 @@ def test_each_gradient_is_applied_with_its_workers_own_hyper_parameters() -> Non
                     gradient = given.gradients[block.index]
                     assert gradient is not None
                     expected -= lr * gradient.reshape(-1)[block.start : block.stop]
-                assert torch.equal(server.shelf.flats[block.number], expected), f"seed {seed}"
+                assert torch.equal(server.store.flats[block.number], expected), f"seed {seed}"

@@ -28,22 +28,22 @@ def lone(num_workers: int, rules: Rules | None = None) -> World:
 def said(world: World, rank: int, step: int, value: float, **words: Any) -> list[Any]:
     """A worker's whole step; one with a `carrier` pushes nothing."""
     server = world.servers[0]
-    parcels = server.shelf.part.parcels
+    chunks = server.store.part.chunks
     if words.get("carrier", -1) >= 0:
         return server.handle(rank, BeginStep(step, 0, 0, **words))
-    out = server.handle(rank, BeginStep(step, 0, len(parcels), **words))
-    for parcel in parcels:
-        gradients = [torch.full((block.numel,), value, dtype=torch.float64) for block in parcel.blocks]
-        out += server.handle(rank, Push(step, parcel.number, [1] * len(parcel.blocks)), gradients)
+    out = server.handle(rank, BeginStep(step, 0, len(chunks), **words))
+    for chunk in chunks:
+        gradients = [torch.full((block.numel,), value, dtype=torch.float64) for block in chunk.blocks]
+        out += server.handle(rank, Push(step, chunk.number, [1] * len(chunk.blocks)), gradients)
     return out
 
 
 def moved(world: World) -> float:
     server = world.servers[0]
     found = set()
-    for block in server.shelf.part.blocks:
+    for block in server.store.part.blocks:
         before = world.parameters[block.index].detach().reshape(-1)[block.start : block.stop]
-        found |= set(((before - server.shelf.flats[block.number]) / LR).tolist())
+        found |= set(((before - server.store.flats[block.number]) / LR).tolist())
     assert len(found) == 1
     return float(found.pop())
 
@@ -65,8 +65,8 @@ def test_a_push_for_a_host_counts_as_its_workers_would_in_any_order(seed: int) -
     assert moved(world) == (1 * 8 + 2 * 4 + 3 * 2 + 2 * 1) / 8
     assert world.servers[0].now == 1
     answered = sorted(rank for (_, rank), message in out if isinstance(message, ChunkReady))
-    num_parcels = len(world.servers[0].shelf.part.parcels)
-    assert answered == [0] * num_parcels + [1] * num_parcels  # once per host
+    num_chunks = len(world.servers[0].store.part.chunks)
+    assert answered == [0] * num_chunks + [1] * num_chunks  # once per host
 
 
 def test_words_of_one_that_does_not_push_reach_all() -> None:
@@ -81,7 +81,7 @@ def test_a_leader_that_is_gone_before_its_push_was_complete_takes_its_mates_grad
     server = world.servers[0]
     said(world, 1, 0, 0.0, carrier=0)
     said(world, 2, 0, 4.0)
-    server.handle(0, BeginStep(0, 0, len(server.shelf.part.parcels), factor=2.0))
+    server.handle(0, BeginStep(0, 0, len(server.store.part.chunks), factor=2.0))
     server.leave(0)
     assert moved(world) == 0 and server.now == 0  # no mean that counts samples without their gradients
 
@@ -90,7 +90,7 @@ def test_a_folded_step_that_was_dropped_may_begin_again_and_circles_end() -> Non
     world = lone(2)
     server = world.servers[0]
     said(world, 1, 0, 0.0, carrier=0)
-    server.handle(0, BeginStep(0, 0, len(server.shelf.part.parcels), carrier=1))  # each leaves it to the other
+    server.handle(0, BeginStep(0, 0, len(server.store.part.chunks), carrier=1))  # each leaves it to the other
     for rank in (0, 1):
         server.handle(rank, DropStep(0))
     said(world, 1, 0, 0.0, carrier=0)
@@ -107,10 +107,10 @@ def guest_of(rules: Rules) -> tuple[WorkerSession, Any, socket.socket]:
     mine, theirs = socket.socketpair()
     line = MessageSocket(mine, lambda *_: memoryview(b""), bytes, bytes)
     guest = WorkerSession(
-        line, part, [torch.float32], 0, 1024, PushCodec(rules.wire, rules.codec, part, [torch.float32])
+        0, line, part, [torch.float32], PushCodec(rules.wire, rules.codec, part, [torch.float32]), 0, 1024
     )
-    guest.furnish(WorkerHello(0, "rank 0", "", []), None)
-    return guest, part.parcels[0], theirs
+    guest.open(WorkerHello(0, "rank 0", "", []), None)
+    return guest, part.chunks[0], theirs
 
 
 @pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "topk"])
@@ -122,14 +122,14 @@ def test_an_encoded_push_of_the_wrong_length_is_refused_and_nothing_is_allocated
     assert rules.codec is not None
     right = rules.codec.num_bytes(4096)
     push = Push(0, 0, [0], wire=wire)
-    room = guest.room(push, right)
-    assert len(room) == right  # in the parcel's own place
+    room = guest.payload_buffer(push, right)
+    assert len(room) == right  # in the chunk's own place
     for wrong in (right - 1, right + 1, 4096 * 4, 1 << 50):
         with pytest.raises(HoraError, match="no place"):
-            guest.room(push, wrong)
+            guest.payload_buffer(push, wrong)
     for other in ("fp32", "int4", *({"fp16", "int8"} - {wire})):
         with pytest.raises(HoraError, match="no place"):
-            guest.room(Push(0, 0, [0], wire=other), right)
+            guest.payload_buffer(Push(0, 0, [0], wire=other), right)
     fresh, _, _end = guest_of(rules)
     monkeypatch.setattr(PushCodec, "decode", lambda *_: pytest.fail("decoded"))
     with pytest.raises(HoraError, match="wire="):
@@ -141,7 +141,7 @@ def test_an_encoded_push_of_the_wrong_length_is_refused_and_nothing_is_allocated
 def test_topk_that_names_elements_that_do_not_exist_is_refused() -> None:
     guest, _, _other = guest_of(Rules(wire="topk"))
     push = Push(0, 0, [0], wire="topk")
-    room = guest.room(push, 8 * 41)
+    room = guest.payload_buffer(push, 8 * 41)
     room[:] = b"\x7f" * len(room)
     with pytest.raises(HoraError, match="cannot be decoded"):
         guest.gradients_of(push)
@@ -149,14 +149,14 @@ def test_topk_that_names_elements_that_do_not_exist_is_refused() -> None:
 
 def test_what_was_encoded_is_decoded_into_its_place() -> None:
     rules = Rules(wire="int8")
-    guest, parcel, _other = guest_of(rules)
-    wire = PushCodec("int8", rules.codec, guest._part, [torch.float32])
-    memory = BlockMemory(1, parcel.num_bytes)
+    guest, chunk, _other = guest_of(rules)
+    wire = PushCodec("int8", rules.codec, guest.part, [torch.float32])
+    memory = BlockMemory(1, chunk.num_bytes)
     vector = memory.tensor(0, 4096, torch.float32)
     vector.copy_(torch.linspace(-1, 1, 4096))
     errors: dict[int, torch.Tensor] = {}
-    data = wire.encode(parcel, memory.data[: parcel.num_bytes], [slice(0, 4096)], errors)
-    room = guest.room(Push(0, 0, [0], wire="int8"), len(data))
+    data = wire.encode(chunk, memory.data[: chunk.num_bytes], [slice(0, 4096)], errors)
+    room = guest.payload_buffer(Push(0, 0, [0], wire="int8"), len(data))
     room[:] = bytes(data.tolist())
     (found,) = guest.gradients_of(Push(0, 0, [0], wire="int8"))
     torch.testing.assert_close(found + errors[0], torch.linspace(-1, 1, 4096))
@@ -165,12 +165,12 @@ def test_what_was_encoded_is_decoded_into_its_place() -> None:
 
 def test_what_is_not_finite_leaves_no_error_behind() -> None:
     rules = Rules(wire="int8")
-    _, parcel, _other = guest_of(rules)
-    wire = PushCodec("int8", rules.codec, guest_of(rules)[0]._part, [torch.float32])
-    memory = BlockMemory(1, parcel.num_bytes)
+    _, chunk, _other = guest_of(rules)
+    wire = PushCodec("int8", rules.codec, guest_of(rules)[0].part, [torch.float32])
+    memory = BlockMemory(1, chunk.num_bytes)
     errors: dict[int, torch.Tensor] = {}
     memory.tensor(0, 4096, torch.float32).fill_(float("nan"))
-    wire.encode(parcel, memory.data[: parcel.num_bytes], [slice(0, 4096)], errors)
+    wire.encode(chunk, memory.data[: chunk.num_bytes], [slice(0, 4096)], errors)
     assert bool((errors[0] == 0).all())
 
 
@@ -184,5 +184,5 @@ def test_under_ssp_one_that_is_reported_dead_is_waited_for_no_more() -> None:
     server.handle(1, EnterLoop())
     assert said(world, 0, 0, 1.0) == []
     freed = server.leave(1)
-    assert len(freed) == len(server.shelf.part.parcels) and server.staleness(0) == 0
-    assert len(said(world, 0, 1, 1.0)) == len(server.shelf.part.parcels)
+    assert len(freed) == len(server.store.part.chunks) and server.staleness(0) == 0
+    assert len(said(world, 0, 1, 1.0)) == len(server.store.part.chunks)

@@ -12,8 +12,8 @@ from hora.server.block_memory import BlockMemory
 from hora.server.embedding_table import OPTIMIZERS, EmbeddingTable, TableSpec, initial, join, split
 from hora.server.layout import cut
 from hora.server.messages import BeginStep, EnterLoop, Push
-from hora.server.shelf import Shelf
 from hora.server.state import Rules, ServerState
+from hora.server.store import ParameterStore
 
 SPEC = TableSpec(
     index=0, num_rows=40, width=3, dtype=torch.float64, init="normal", scale=1.0, seed=5, num_servers=1
@@ -172,34 +172,34 @@ def make_server(rules: Rules, num_workers: int) -> ServerState:
     stand_in, dense = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
     optimizers = [torch.optim.SGD([stand_in, dense], lr=1.0)]
     (part,) = cut([stand_in, dense], optimizers, 1, 1024, frozenset(), {0: SPEC}).parts
-    assert [parcel.table is not None for parcel in part.parcels] == [False, True]
+    assert [chunk.table is not None for chunk in part.chunks] == [False, True]
     memory = BlockMemory(len(part.blocks), part.num_bytes)
-    server = ServerState(Shelf(part, memory, [stand_in, dense], ["table", "dense"], optimizers), rules)
+    server = ServerState(ParameterStore(part, memory, [stand_in, dense], optimizers), rules)
     for worker in range(num_workers):
         server.join(worker)
     return server
 
 
 def push(server: ServerState, worker: int, step: int, rows: list[int], value: float, weight: float = 1.0) -> list[int]:
-    """The parcels that may be read, of any worker."""
+    """The chunks that may be read, of any worker."""
     out = server.handle(worker, BeginStep(step, 0, 2, weight=weight, total=weight))
     out += server.handle(worker, Push(step, 0, [0]), [torch.zeros(4, dtype=torch.float64)])
     gradient = sparse(rows, torch.full((len(rows), 3), value, dtype=torch.float64))
     out += server.handle(worker, Push(step, 1, [0]), [gradient])
-    return [ready.parcel for _, ready in out]
+    return [ready.chunk for _, ready in out]
 
 
 def test_in_sync_a_table_gets_the_weighted_mean_once_all_gradients_are_in() -> None:
     server = make_server(Rules(), 2)
-    parcel, first = server.shelf.part.parcels[1], initial(SPEC, ALL)
+    chunk, first = server.store.part.chunks[1], initial(SPEC, ALL)
     assert push(server, 0, 0, [1, 2], 1.0, weight=0.5) == []
-    version, found = server.look_up(parcel, ALL)
+    version, found = server.store.look_up(chunk, ALL)
     assert version == 0 and torch.equal(found, first)
     assert sorted(push(server, 1, 0, [2, 3], 1.0, weight=1.5)) == [0, 0, 1, 1]
     first[1] -= 0.25
     first[2] -= 1.0
     first[3] -= 0.75
-    version, found = server.look_up(parcel, ALL)
+    version, found = server.store.look_up(chunk, ALL)
     assert version == 1 and torch.allclose(found, first)
 
 
@@ -209,12 +209,12 @@ def test_in_async_a_table_gets_each_gradient_as_it_comes_and_in_ssp_its_worker_w
         for worker in range(2):
             server.handle(worker, EnterLoop())
         assert push(server, 0, 0, [1], 1.0) == answered
-        version, found = server.look_up(server.shelf.part.parcels[1], torch.tensor([1]))
+        version, found = server.store.look_up(server.store.part.chunks[1], torch.tensor([1]))
         assert version == 1 and torch.allclose(found, initial(SPEC, torch.tensor([1])) - 1)
 
 
 def test_clip_norm_counts_the_rows_of_tables() -> None:
     server = make_server(Rules(clip_norm=1.0), 1)
     push(server, 0, 0, [1], 3.0)
-    _, found = server.look_up(server.shelf.part.parcels[1], torch.tensor([1]))
+    _, found = server.store.look_up(server.store.part.chunks[1], torch.tensor([1]))
     assert float((found - initial(SPEC, torch.tensor([1]))).norm()) == pytest.approx(1.0, abs=1e-5)

@@ -11,7 +11,7 @@ import torch
 
 from hora.server.block_memory import BlockMemory
 from hora.server.layout import PIECES, ParameterBlock, cut
-from hora.server.shelf import Shelf
+from hora.server.store import ParameterStore
 from hora.transport import futex
 
 NUMEL = 1 << 18
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not futex.AVAILABLE, reason="memory is shared on
 
 
 class Busy:
-    """A server's shelf of blocks whose values are all alike within a block, updated without a pause."""
+    """A server's store of blocks whose values are all alike within a block, updated without a pause."""
 
     def __init__(self) -> None:
         parameters = [torch.nn.Parameter(torch.zeros(NUMEL)) for _ in range(PIECES)]
@@ -30,7 +30,7 @@ class Busy:
         assert len(self.part.blocks) == PIECES
         self.memory = BlockMemory.shared(PIECES, self.part.num_bytes)
         assert self.memory.descriptor is not None
-        self.shelf = Shelf(self.part, self.memory, parameters, [f"p{n}" for n in range(PIECES)], optimizers)
+        self.store = ParameterStore(self.part, self.memory, parameters, optimizers)
         self.mapped = BlockMemory(PIECES, self.part.num_bytes, self.memory.descriptor)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._write)
@@ -38,19 +38,19 @@ class Busy:
     def _write(self) -> None:
         gradient = torch.full((NUMEL,), -1.0)
         while not self.stop.is_set():
-            for parcel in self.part.parcels:
-                self.shelf.apply(parcel, [gradient] * len(parcel.blocks), None)
+            for chunk in self.part.chunks:
+                self.store.apply(chunk, [gradient] * len(chunk.blocks), None)
 
     def read(self, block: ParameterBlock, room: torch.Tensor) -> int | None:
         """As memory.py says; the version read, or None if it was being written."""
-        before = self.mapped.words[block.number]
+        before = self.mapped.counters[block.number]
         if before & 1:
             return None
         self.peek(block, room)
-        return before // 2 if self.mapped.words[block.number] == before else None
+        return before // 2 if self.mapped.counters[block.number] == before else None
 
     def peek(self, block: ParameterBlock, room: torch.Tensor) -> None:
-        room.copy_(self.mapped.tensor(block.at, block.numel, torch.float32))
+        room.copy_(self.mapped.tensor(block.offset, block.numel, torch.float32))
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def test_a_second_mapping_sees_values_and_versions() -> None:
     memory = BlockMemory.shared(2, 1024)
     other = BlockMemory(2, 1024, memory.descriptor)
     memory.tensor(128, 3, torch.float64).copy_(torch.tensor([1.0, 2.0, 3.0]))
-    memory.words[1] += 2
+    memory.counters[1] += 2
     assert other.tensor(128, 3, torch.float64).tolist() == [1.0, 2.0, 3.0]
-    assert list(other.words) == [0, 2]
+    assert list(other.counters) == [0, 2]
     memory.close()
-    assert memory.descriptor is None and memory.words[1] == 2
+    assert memory.descriptor is None and memory.counters[1] == 2

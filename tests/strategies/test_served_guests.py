@@ -192,11 +192,11 @@ def guest(address: tuple[str, int], hello: messages.WorkerHello) -> MessageSocke
     return line
 
 
-def a_push_for_a_parcel_that_is_none(address: tuple[str, int], hello: messages.WorkerHello) -> None:
-    for parcel in (-1, 10**6):
+def a_push_for_a_chunk_that_is_none(address: tuple[str, int], hello: messages.WorkerHello) -> None:
+    for chunk in (-1, 10**6):
         line = guest(address, hello)
         line.send(messages.BeginStep(0, 0, 1))
-        line.send(messages.Push(0, parcel, [0]))
+        line.send(messages.Push(0, chunk, [0]))
         assert isinstance(hears(line)[-1], messages.ServerError)
 
 
@@ -207,10 +207,10 @@ def a_push_of_absurd_size(address: tuple[str, int], hello: messages.WorkerHello)
     hears(line)
 
 
-def parameters_for_a_parcel_that_is_none(address: tuple[str, int], hello: messages.WorkerHello) -> None:
-    for parcel in (-3, 10**6):
+def parameters_for_a_chunk_that_is_none(address: tuple[str, int], hello: messages.WorkerHello) -> None:
+    for chunk in (-3, 10**6):
         line = guest(address, hello)
-        line.send(messages.FillParameters(parcel))
+        line.send(messages.FillParameters(chunk))
         assert isinstance(hears(line)[-1], messages.ServerError)
 
 
@@ -236,8 +236,8 @@ def memory_that_is_nowhere(address: tuple[str, int], hello: messages.WorkerHello
 
 STRANGERS = [
     random_bytes, a_wrong_token, a_slow_loris, garbage_after_the_handshake, an_endless_message,
-    a_push_as_the_first_word, another_model, the_rank_of_another, a_push_for_a_parcel_that_is_none,
-    a_push_of_absurd_size, parameters_for_a_parcel_that_is_none, optimizer_state_that_is_none, a_blob_of_a_terabyte,
+    a_push_as_the_first_word, another_model, the_rank_of_another, a_push_for_a_chunk_that_is_none,
+    a_push_of_absurd_size, parameters_for_a_chunk_that_is_none, optimizer_state_that_is_none, a_blob_of_a_terabyte,
     memory_that_is_nowhere,
 ]  # fmt: skip
 

@@ -192,7 +192,7 @@ SIZE = 4 * sum(p.numel() for p in mlp(width=64).parameters())
 def test_each_host_pushes_and_pulls_once_a_step(hosts: tuple[int, ...], num_hosts: int) -> None:
     came, went, found = pushes(hosts, "ps/2tcp")
     assert came == 6 * num_hosts * SIZE
-    assert 6 * num_hosts * SIZE <= went < 6 * num_hosts * SIZE * 1.2  # parcels are padded
+    assert 6 * num_hosts * SIZE <= went < 6 * num_hosts * SIZE * 1.2  # chunks are padded
     sent = [each[1] for each in found]
     assert [bytes_ > 0 for bytes_ in sent] == [hosts.index(host) == rank for rank, host in enumerate(hosts)]
     assert sum(sent) == came
@@ -288,8 +288,8 @@ def steep(one: Training, steps: int, spoilt: int = -1) -> tuple[torch.Tensor, to
         (model(SLOPE[None]).sum() * factor).backward()
         optimizer.step()
         optimizer.zero_grad()
-    (link,) = one.sync._client.links
-    return -model.weight.detach().view(-1), link.errors.get(0, torch.zeros(64)).clone()
+    (link,) = one.sync._client.connections
+    return -model.weight.detach().view(-1), link.residuals.get(0, torch.zeros(64)).clone()
 
 
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 2)], ids=["1+1", "2+1"])
@@ -323,7 +323,7 @@ def test_a_restored_run_owes_nothing() -> None:
         sync = one.sync
         kept = {name: p.detach().clone() for name, p in zip(sync.roster.names, sync.roster.parameters, strict=True)}
         sync.reload(kept, {}, {})
-        return sum((owed for link in sync._client.links for owed in link.errors.values()), torch.zeros(64))
+        return sum((owed for link in sync._client.connections for owed in link.residuals.values()), torch.zeros(64))
 
     assert not any(bool(owed.any()) for owed in run((0, 1), work))
 

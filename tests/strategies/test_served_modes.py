@@ -213,7 +213,7 @@ def test_every_gradient_is_applied_once_and_every_sample_done_once(strategy: str
     assert all(each[2].equal(found[0][2]) for each in found), "the newest parameters, on all"
     for server in range(int(strategy.partition("/")[2][0])):
         said = history(tmp_path, server)
-        applied = Counter((e["worker"], e["step"], e["parcel"]) for e in said if e["kind"] == "apply")
+        applied = Counter((e["worker"], e["step"], e["chunk"]) for e in said if e["kind"] == "apply")
         done = {(e["worker"], e["step"]) for e in said if e["kind"] == "step"}
         assert set(applied.values()) == {1}
         assert done == {(w, s) for w, (_, steps, *_) in enumerate(found) for s in range(steps)}

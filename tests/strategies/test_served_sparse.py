@@ -12,11 +12,10 @@ import torch
 import ranks
 from hora.errors import HoraError
 from hora.server.block_memory import BlockMemory
-from hora.server.keeper import Keeper
 from hora.server.layout import cut
 from hora.server.messages import ChunkReady
-from hora.server.rows import add_up, checked, from_bytes, shift, to_bytes
-from hora.server.shelf import Shelf
+from hora.server.rows import checked, compensate_delay, from_bytes, to_bytes, weighted_sum
+from hora.server.store import ParameterStore
 from trainings import building, fail, parameters_of, part, same, training, uneven
 
 ROWS, WIDTH = 200, 4
@@ -258,7 +257,7 @@ def test_rows_that_nobody_touched_are_never_sent(servers: str) -> None:
         one.prepare(table, optimizer)
         one.sync.home.barrier("all have read the whole table")
         before = json.loads(one.sync.stats()[0])
-        lines = one.sync._client.links[0].lines
+        lines = one.sync._client.connections[0].sockets
         sent = sum(line.sent_bytes for line in lines)
         one.sync.home.barrier("all have asked")
         for step in range(steps):
@@ -301,22 +300,22 @@ class Tables:
         own = [torch.nn.Parameter(torch.zeros(5, 2))]
         optimizers = [torch.optim.SGD(own, lr=1.0)]
         (self.part,) = cut(own, optimizers, 1, 1024, frozenset({0})).parts
-        self.desk = Keeper(Shelf(self.part, BlockMemory(1, self.part.num_bytes), own, ["table"], optimizers))
-        self.desk.join(0)
+        self.store = ParameterStore(self.part, BlockMemory(1, self.part.num_bytes), own, optimizers)
+        self.store.join(0)
         self.copy = torch.zeros(10)
-        self.desk.lend(0, [self.copy])
+        self.store.set_copy(0, [self.copy])
 
     def push(self, rows: list[int]) -> None:
         gradient = torch.sparse_coo_tensor([rows], torch.ones(len(rows), 2), (5, 2), check_invariants=True)
-        self.desk.apply(self.part.parcels[0], [gradient], None)
+        self.store.apply(self.part.chunks[0], [gradient], None)
 
 
 def test_of_a_table_only_the_changed_rows_are_copied_for_a_worker() -> None:
     tables = Tables()
-    tables.desk.answer(0, [ChunkReady(0, 0, [])])
+    tables.store.answer(0, [ChunkReady(0, 0, [])])
     tables.copy.fill_(7)  # what is not copied stays
     tables.push([1, 3])
-    ((_, ready),) = tables.desk.answer(0, [ChunkReady(1, 0, [])])
+    ((_, ready),) = tables.store.answer(0, [ChunkReady(1, 0, [])])
     assert from_bytes(ready.rows[0]).tolist() == [1, 3]
     assert tables.copy.view(5, 2)[:, 0].tolist() == [7, -1, 7, -1, 7]
 
@@ -324,16 +323,16 @@ def test_of_a_table_only_the_changed_rows_are_copied_for_a_worker() -> None:
 def test_delay_compensation_shifts_the_rows_of_a_late_gradient_as_it_does_a_dense_one() -> None:
     now, then, dense = (torch.randn(5, 2, generator=torch.Generator().manual_seed(n)) for n in range(3))
     dense[[0, 2, 4]] = 0
-    shifted = shift(dense.to_sparse(1), now, then, 0.5)
+    shifted = compensate_delay(dense.to_sparse(1), now, then, 0.5)
     torch.testing.assert_close(shifted.to_dense(), dense + 0.5 * dense * dense * (now - then))
     assert shifted.indices().tolist() == [[1, 3]]
 
 
 def test_a_gradient_without_rows_makes_a_version_and_no_news() -> None:
     tables = Tables()
-    tables.desk.answer(0, [ChunkReady(0, 0, [])])
+    tables.store.answer(0, [ChunkReady(0, 0, [])])
     tables.push([])
-    ((_, ready),) = tables.desk.answer(0, [ChunkReady(1, 0, [])])
+    ((_, ready),) = tables.store.answer(0, [ChunkReady(1, 0, [])])
     assert ready.versions == [1] and ready.rows == [b""]
 
 
@@ -403,10 +402,10 @@ def test_half_precision_gradients_of_rows_are_rounded_once() -> None:
     rows = torch.tensor([[0, 2]])
     values = [torch.full((2, 1), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
     given = [(torch.sparse_coo_tensor(rows, each, (3, 1), check_invariants=True), 1.0) for each in values]
-    assert add_up(given).dtype is torch.bfloat16
-    assert add_up(given).to_dense().view(-1).tolist() == [258, 0, 258]
+    assert weighted_sum(given).dtype is torch.bfloat16
+    assert weighted_sum(given).to_dense().view(-1).tolist() == [258, 0, 258]
     dense = (torch.ones(3, dtype=torch.bfloat16), 2.0)
-    assert add_up([*given, dense]).tolist() == [260, 2, 260]
+    assert weighted_sum([*given, dense]).tolist() == [260, 2, 260]
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------

@@ -419,8 +419,8 @@ def raw(message: Any, payload: torch.Tensor | None = None) -> Callable[[Any], No
         table = server_embedding()
         one.prepare(table, torch.optim.SGD(table.parameters(), lr=0.1))
         client = one.sync._client
-        client.links[0].lines[0].send(message, payload)
-        client.ask(0, "stats")
+        client.connections[0].sockets[0].send(message, payload)
+        client.get_blob(0, "stats")
 
     return run
 

@@ -23,8 +23,8 @@ from hora.runs import exit_codes
 from hora.server.block_memory import BlockMemory
 from hora.server.layout import cut
 from hora.server.messages import BeginStep, Push
-from hora.server.shelf import Shelf
 from hora.server.state import Rules, ServerState
+from hora.server.store import ParameterStore
 from hora.strategies.ps.config import DC_LAMBDA
 
 LAGS = (0, 1, 3, 5, 7, 9, 11, 13, 15)
@@ -83,7 +83,7 @@ def train(momentum: float, correct: str, lag: int, seed: int, epochs: int = EPOC
         for batch in torch.randperm(len(x), generator=generator).split(BATCH):
             workers[number % len(workers)].step(model, x[batch], y[batch], settings)
             number += 1
-    server.shelf_to(parameters)
+    server.store_to(parameters)
     with torch.no_grad():
         return float((model(test.tensors[0]).argmax(1) == test.tensors[1]).float().mean())
 
@@ -91,21 +91,19 @@ def train(momentum: float, correct: str, lag: int, seed: int, epochs: int = EPOC
 class _Held(ServerState):
     """The server, whose blocks can be read here and now."""
 
-    def shelf_to(self, parameters: Sequence[torch.Tensor], copies: list[torch.Tensor] | None = None) -> None:
-        flats = self.shelf.flats if copies is None else copies
+    def store_to(self, parameters: Sequence[torch.Tensor], copies: list[torch.Tensor] | None = None) -> None:
+        flats = self.store.flats if copies is None else copies
         with torch.no_grad():
-            for block in self.shelf.part.blocks:
+            for block in self.store.part.blocks:
                 parameters[block.index].view(-1)[block.start : block.stop].copy_(flats[block.number])
 
 
 def _server(parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, rules: Rules) -> _Held:
     part = cut(parameters, [optimizer], 1, 1 << 20).parts[0]
-    shelf = Shelf(
-        part, BlockMemory(len(part.blocks), part.num_bytes), parameters, ["" for _ in parameters], [optimizer]
-    )
-    for parcel in part.parcels:
-        shelf.fill(parcel, [parameters[b.index].detach().view(-1)[b.start : b.stop] for b in parcel.blocks])
-    return _Held(shelf, rules)
+    store = ParameterStore(part, BlockMemory(len(part.blocks), part.num_bytes), parameters, [optimizer])
+    for chunk in part.chunks:
+        store.fill(chunk, [parameters[b.index].detach().view(-1)[b.start : b.stop] for b in chunk.blocks])
+    return _Held(store, rules)
 
 
 class _Turn:
@@ -120,20 +118,20 @@ class _Turn:
         self._read()
 
     def _read(self) -> None:
-        self._copies = [flat.clone() for flat in self._server.shelf.flats]
-        self._base = [self._server.shelf.version(block) for block in self._server.shelf.part.blocks]
+        self._copies = [flat.clone() for flat in self._server.store.flats]
+        self._base = [self._server.store.version(block) for block in self._server.store.part.blocks]
 
     def step(self, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, settings: hyperparameters.Hyper) -> None:
         server, parameters = self._server, list(model.parameters())
-        server.shelf_to(parameters, self._copies)
+        server.store_to(parameters, self._copies)
         model.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        parcels = server.shelf.part.parcels
-        server.handle(self._rank, BeginStep(self._step, 0, len(parcels), hyper=settings))
-        for parcel in parcels:
-            gradients = [_flat_gradient(parameters[b.index])[b.start : b.stop] for b in parcel.blocks]
+        chunks = server.store.part.chunks
+        server.handle(self._rank, BeginStep(self._step, 0, len(chunks), hyper=settings))
+        for chunk in chunks:
+            gradients = [_flat_gradient(parameters[b.index])[b.start : b.stop] for b in chunk.blocks]
             server.handle(
-                self._rank, Push(self._step, parcel.number, [self._base[b.number] for b in parcel.blocks]), gradients
+                self._rank, Push(self._step, chunk.number, [self._base[b.number] for b in chunk.blocks]), gradients
             )
         self._step += 1
         self._read()

@@ -21,7 +21,7 @@ import torch
 
 from .names import NAMES, check_name, check_share
 
-__all__ = ["BLOCK", "NAMES", "Codec", "check_name", "check_share", "codec"]
+__all__ = ["BLOCK", "NAMES", "Codec", "check_name", "check_share", "make_codec"]
 
 BLOCK = 1024  # elements of fp16 and int8 that share a scale
 
@@ -48,7 +48,7 @@ class Codec(Protocol):
         """How many bytes `encode` gives for a vector of `numel` elements."""
 
 
-def codec(name: str, topk: float = 0.01) -> Codec:
+def make_codec(name: str, topk: float = 0.01) -> Codec:
     """The codec of this name; `topk` is the share of elements that topk keeps."""
     check_name(name)
     if name == "topk":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from .codec import codec
+from .codec import make_codec
 from .exchange import CompressedSum
 from .feedback import GatheredSum, ScatteredSum
 from .names import FULL, POWERSGD, TOPK
@@ -40,7 +40,7 @@ class Compressor:
         if self.name == POWERSGD:
             return PowerSGDSum(self.name, numel, self.tally, matrices, self._rank)
         kind = GatheredSum if self.name == "topk" else ScatteredSum
-        return kind(self.name, numel, self.tally, codec(self.name, self._topk))
+        return kind(self.name, numel, self.tally, make_codec(self.name, self._topk))
 
     def settle(self, counts: bool) -> None:
         """What the exchanges gave in the last step was used, or that step does not count: see `Exchange.settle`."""

@@ -15,8 +15,8 @@ from ..parameters import hyperparameters
 from ..server.block_memory import BlockMemory
 from ..server.layout import cut
 from ..server.messages import BeginStep, ChunkReady, EnterLoop, Push, SynchronizedAck
-from ..server.shelf import Shelf
-from ..server.state import Out, Rules, ServerState
+from ..server.state import Rules, ServerState
+from ..server.store import Outbox, ParameterStore
 
 START = 16.0
 RATE = 0.5
@@ -102,9 +102,9 @@ class _Desk:
         optimizer = torch.optim.SGD([w], lr=rate, momentum=momentum)
         self._settings = hyperparameters.read([optimizer])
         part = cut([w], [optimizer], 1, _BLOCK_BYTES).parts[0]
-        self._shelf = Shelf(part, BlockMemory(1, part.num_bytes), [w], ["w"], [optimizer])
-        self._shelf.fill(part.parcels[0], [w.detach()])
-        self._server = ServerState(self._shelf, rules)
+        self._store = ParameterStore(part, BlockMemory(1, part.num_bytes), [w], [optimizer])
+        self._store.fill(part.chunks[0], [w.detach()])
+        self._server = ServerState(self._store, rules)
         self._size = size
         for rank in range(size):
             self._server.join(rank)
@@ -114,20 +114,20 @@ class _Desk:
     @property
     def version(self) -> int:
         """How many updates there were."""
-        return self._shelf.version(self._shelf.part.blocks[0]) - self._shelf.memory.origins[0]
+        return self._store.version(self._store.part.blocks[0]) - self._store.memory.origins[0]
 
     @property
     def w(self) -> float:
-        return float(self._shelf.flats[0])
+        return float(self._store.flats[0])
 
     def push(self, rank: int, step: int, gradient: float, base: int) -> list[int]:
         """Who may read now."""
         begin = BeginStep(step, 0, 1, hyper=self._settings, present=self._size)
-        push = Push(step, 0, [base + self._shelf.memory.origins[0]])
+        push = Push(step, 0, [base + self._store.memory.origins[0]])
         out = self._server.handle(rank, begin)
         return self._deliver(out + self._server.handle(rank, push, [torch.tensor([gradient], dtype=torch.float64)]))
 
-    def _deliver(self, out: Out) -> list[int]:
+    def _deliver(self, out: Outbox) -> list[int]:
         freed = [(rank, message) for (_, rank), message in out if isinstance(message, ChunkReady)]
         for rank, ready in freed:  # what a full synchronisation left is read by all before anything else is applied
             more = self._server.handle(rank, SynchronizedAck(ready.step + 1))

@@ -22,8 +22,8 @@ from ..net.fd_passing import FdPassing
 from ..parameters.registry import ParameterRegistry
 from ..rendezvous.context import RunContext
 from ..server.block_memory import BlockMemory
-from ..server.embedding import tables_of
-from ..server.host import layout_of
+from ..server.embedding import server_embeddings
+from ..server.layout import make_layout
 from ..strategies.ps.config import PS
 from .app import make_app
 from .batch import Predict
@@ -94,7 +94,7 @@ def serve_checkpoint(config: ServeConfig, registry: ParameterRegistry, predict: 
 
 
 def _check_model(registry: ParameterRegistry) -> None:
-    if tables_of(registry.models):
+    if server_embeddings(registry.models):
         raise ValueError("a model with a ServerEmbedding cannot be served: only the servers have its rows")
     torch.set_num_threads(1)  # the other cores are for the workers
 
@@ -183,7 +183,7 @@ def _server_source(
     if run.ps is None:
         return None
     strategy, context = run.ps
-    layout = layout_of(registry, context, strategy.block_bytes)
+    layout = make_layout(registry, context, strategy.block_bytes)
     memories = []
     for number, part in enumerate(layout.parts):
         *_, address = run.control.get(f"ps/{number}", FETCH_S).decode().split()  # put before rank 0's snapshot

@@ -22,7 +22,7 @@ import torch
 from ..errors import HoraError, Mismatch, OutOfMemory
 from ..net.tensor_bytes import tensor_bytes
 from ..parameters.shards import is_dense
-from ..server.block_memory import BlockMemory, words_bytes
+from ..server.block_memory import BlockMemory, header_bytes
 from ..transport.arena import round_up
 
 NEWEST, ENTRIES, OPENED, SIGNATURE, VERSIONS = 2, 3, 4, 5, 8  # header fields; 0 and 1 are the slots' seqlock counters
@@ -55,7 +55,7 @@ class SnapshotBuffer:
         self, memory: BlockMemory, at: int, parameters: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> None:
         self._memory = memory
-        self._header = memory.words
+        self._header = memory.counters
         self._slots = []
         for _ in range(2):
             views, at = _views(memory, at, parameters)
@@ -73,7 +73,7 @@ class SnapshotBuffer:
         if memory.descriptor is None:
             raise OutOfMemory("memory cannot be shared on this machine")
         tensor_bytes(memory.data)[SIGNATURE_BYTES : SIGNATURE_BYTES + len(encoded)] = encoded
-        memory.words[ENTRIES] = len(encoded)
+        memory.counters[ENTRIES] = len(encoded)
         return cls(memory, at, parameters, buffers)
 
     @classmethod
@@ -83,17 +83,17 @@ class SnapshotBuffer:
     ) -> SnapshotBuffer:  # fmt: skip
         """Map a worker's buffer; closes `descriptor`. Mismatch names the first difference between the two models."""
         try:
-            memory = BlockMemory(HEADER_FIELDS, os.fstat(descriptor).st_size - words_bytes(HEADER_FIELDS), descriptor)
+            memory = BlockMemory(HEADER_FIELDS, os.fstat(descriptor).st_size - header_bytes(HEADER_FIELDS), descriptor)
         except BaseException:
             os.close(descriptor)
             raise
         memory.close()
-        length = memory.words[ENTRIES]
+        length = memory.counters[ENTRIES]
         _compare(entries, msgspec.json.decode(tensor_bytes(memory.data[SIGNATURE_BYTES : SIGNATURE_BYTES + length])))
         at = SIGNATURE_BYTES + round_up(length, ALIGN_BYTES)
         if at + 2 * _num_bytes([*parameters, *buffers.values()]) > memory.data.numel():
             raise HoraError("a worker's snapshot buffer is smaller than its model")
-        memory.words[OPENED] = 1
+        memory.counters[OPENED] = 1
         return cls(memory, at, parameters, buffers)
 
     @property

@@ -20,9 +20,8 @@ from ..checkpoint import Checkpoint
 from ..errors import HoraError
 from ..parameters.registry import ParameterRegistry
 from ..parameters.shards import flatten, is_dense
-from ..server.block_memory import BlockMemory
+from ..server.block_memory import UINT64_MASK, BlockMemory
 from ..server.layout import BlockLayout
-from ..server.shelf import WORD, views
 from ..strategies.common.nonfinite import is_finite
 from ..training.checkpointing import BUFFER_PREFIX
 from .snapshot_buffer import ParameterVersion, SnapshotBuffer
@@ -141,8 +140,8 @@ class ServerSource:
         self._blocks = [
             [
                 (block, source, flatten(self._staged.parameters[block.index])[block.start : block.stop])
-                for parcel, sources in zip(part.parcels, views(memory, part, dtypes), strict=True)
-                for block, source in zip(parcel.blocks, sources, strict=True)
+                for chunk, sources in zip(part.chunks, memory.block_views(part, dtypes), strict=True)
+                for block, source in zip(chunk.blocks, sources, strict=True)
             ]
             for part, memory in zip(layout.parts, memories, strict=True)
         ]
@@ -156,7 +155,7 @@ class ServerSource:
             self._load_snapshot(self._unserved)
         if self._from_snapshot is None:
             return None
-        counters = [list(memory.moment[:1] if self._sync else memory.words) for memory in self._memories]
+        counters = [list(memory.step_seqlock[:1] if self._sync else memory.counters) for memory in self._memories]
         if counters == self._counters:
             return self._loaded
         version = self._read_step() if self._sync else self._read_blocks()
@@ -179,18 +178,18 @@ class ServerSource:
 
     def _read_step(self) -> ParameterVersion | None:
         def copy() -> int:
-            step = self._memories[0].moment[1]
+            step = self._memories[0].step_seqlock[1]
             for blocks in self._blocks:
                 for _, source, target in blocks:
                     target.copy_(source)
             return step
 
-        found = _read_stable(lambda: [memory.moment[0] for memory in self._memories], copy)
+        found = _read_stable(lambda: [memory.step_seqlock[0] for memory in self._memories], copy)
         return ParameterVersion(found[1]) if found else None
 
     def _read_blocks(self) -> ParameterVersion | None:
         versions, updated = [], []
-        bases = [memory.moment[1] for memory in self._memories]
+        bases = [memory.step_seqlock[1] for memory in self._memories]
         for memory, blocks, base in zip(self._memories, self._blocks, bases, strict=True):
             for block, source, target in blocks:
                 version = _read_block(memory, block.number, source, target)
@@ -218,8 +217,8 @@ def _read_block(memory: BlockMemory, number: int, source: torch.Tensor, target: 
         target.copy_(source)
         return origin
 
-    found = _read_stable(lambda: [memory.words[number]], copy)
-    return (found[0] // 2 - found[1]) & WORD if found else None
+    found = _read_stable(lambda: [memory.counters[number]], copy)
+    return (found[0] // 2 - found[1]) & UINT64_MASK if found else None
 
 
 def _read_stable(counters: Callable[[], list[int]], copy: Callable[[], int]) -> tuple[int, int] | None:

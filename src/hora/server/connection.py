@@ -1,4 +1,4 @@
-"""Link: all that joins a worker with one server, and how a block is read whole while that server may write it."""
+"""ServerConnection: a worker's end of its connection to one server. PartConnection: what both ends have in common."""
 
 from __future__ import annotations
 
@@ -7,138 +7,182 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..errors import HoraError
 from ..net.message_socket import MessageSocket
+from ..net.tensor_bytes import tensor_bytes
 from .block_memory import BlockMemory
 from .layout import Chunk, ParameterBlock, ServerPart
-from .messages import ChunkReady, ServerMessage
+from .messages import BlobReply, ChunkReady, RowsReply, ServerMessage
 from .push_codec import PushCodec
 from .rows import from_bytes
-from .shelf import views
 
-PATIENT_TRIES = 1000  # so many readings that met a write, and the worker looks up whether the server still lives
+CHECK_EVERY = 1000  # reads that met a write, until the worker checks that the server is alive
 
 
-class ServerConnection:
-    """All that joins this worker with one server."""
+class PartConnection:
+    """One worker and one server, which holds `part` of the model: their sockets, and memory for gradients.
 
-    def __init__(self, number: int, part: ServerPart, dtypes: Sequence[torch.dtype]) -> None:
-        self.number = number
+    The first socket carries messages; further ones, over a network, carry chunks. `shared`: both processes map the
+    gradients' and the parameters' memory, so that neither is sent."""
+
+    def __init__(self, part: ServerPart, dtypes: Sequence[torch.dtype], codec: PushCodec) -> None:
         self.part = part
-        self.lines: list[MessageSocket] = []
+        self.codec = codec
+        self.sockets: list[MessageSocket] = []
         self.shared = False
         self.gradients: BlockMemory
-        self.parameters: BlockMemory
-        self.private = False  # what it reads is a copy that is its alone, so never half written
-        self.base = [0] * len(part.blocks)  # the versions that were read last
-        self.held: list[int] | None = None  # those that the gradients to be pushed next are based on, if others
-        self.outstanding: set[int] = set()  # parcels that are still to be read
-        self.readies: list[ChunkReady] = []
-        self.answers: list[ServerMessage] = []
-        self.blob: bytearray | None = None
-        self.rooms: dict[int, torch.Tensor] = {}  # for rows that were asked for, by the number of the Lookup
-        self.staged: list[list[torch.Tensor]] = []
-        self.shown: list[list[torch.Tensor]] = []  # the servers' blocks, as they are to be read
-        self.num_retries = 0  # readings that met a write
-        self.wire: PushCodec
-        self.errors: dict[int, torch.Tensor] = {}  # by parcel: what encoding has taken from gradients so far
-        self._before: dict[int, torch.Tensor | None] = {}  # the same, without those that are still to be answered
+        self.gradient_views: list[list[torch.Tensor]] = []  # by chunk and block
         self._dtypes = dtypes
 
-    def settle(self) -> None:
-        """Its memories are there: the views into them are made once."""
-        self.staged = list(views(self.gradients, self.part, self._dtypes))
-        self.shown = list(views(self.parameters, self.part, self._dtypes))
+    def allocate(self, shared: bool = False, descriptor: int | None = None) -> BlockMemory:
+        """Memory for all blocks of the part. OutOfMemory if there is too little shared memory."""
+        num_blocks, num_bytes = len(self.part.blocks), self.part.num_bytes
+        return BlockMemory.shared(num_blocks, num_bytes) if shared else BlockMemory(num_blocks, num_bytes, descriptor)
+
+    def use_gradients(self, memory: BlockMemory) -> None:
+        self.gradients = memory
+        self.gradient_views = memory.block_views(self.part, self._dtypes)
+
+    def socket_for(self, chunk: Chunk) -> MessageSocket:
+        return self.sockets[chunk.number % len(self.sockets)]
+
+    def close(self) -> None:
+        for socket in self.sockets:
+            socket.close()
+
+
+class ServerConnection(PartConnection):
+    """`private`: the worker reads a copy that is its alone, so it never meets a write."""
+
+    def __init__(self, number: int, part: ServerPart, dtypes: Sequence[torch.dtype], codec: PushCodec) -> None:
+        super().__init__(part, dtypes, codec)
+        self.number = number
+        self.parameters: BlockMemory
+        self.private = False
+        self.base = [0] * len(part.blocks)  # the block versions that were read last
+        self.pushed_base: list[int] | None = None  # those that the next push is based on, if older
+        self.outstanding: set[int] = set()  # chunks that have not been read
+        self.readies: list[ChunkReady] = []  # of chunks that have been read
+        self.replies: list[ServerMessage] = []
+        self.blob: bytearray | None = None
+        self.row_buffers: dict[int, torch.Tensor] = {}  # by the number of their Lookup
+        self.num_retries = 0  # reads that met a write
+        self.residuals: dict[int, torch.Tensor] = {}  # by chunk: error feedback, what encoding has lost so far
+        self._previous: dict[int, torch.Tensor | None] = {}  # the same before pushes that have not been answered
+        self._parameter_views: list[list[torch.Tensor]] = []
+
+    def use_parameters(self, memory: BlockMemory) -> None:
+        self.parameters = memory
+        self._parameter_views = memory.block_views(self.part, self._dtypes)
+
+    def payload_buffer(self, message: ServerMessage, num_bytes: int) -> memoryview:
+        """Where the bytes that follow a message go. HoraError if it does not announce that many."""
+        if isinstance(message, ChunkReady) and not self.shared and 0 <= message.chunk < len(self.part.chunks):
+            chunk = self.part.chunks[message.chunk]
+            if num_bytes <= chunk.num_bytes:
+                return tensor_bytes(self.parameters.chunk_bytes(chunk, num_bytes))
+        if isinstance(message, RowsReply) and message.number in self.row_buffers:
+            buffer = self.row_buffers[message.number]
+            if num_bytes == buffer.nbytes:
+                return tensor_bytes(buffer)
+        if isinstance(message, BlobReply):
+            self.blob = bytearray(num_bytes)
+            return memoryview(self.blob)
+        raise HoraError(f"server {self.number} sent {num_bytes} unexpected bytes after a {type(message).__name__}")
+
+    # -- encoding ------------------------------------------------------------------------------------------------------
 
     @property
     def encodes(self) -> bool:
-        """Whether gradients are encoded on their way: not where the server reads them in place."""
-        return not self.shared and self.wire.name != "fp32"
+        """Whether gradients are encoded: not where the server reads them in place."""
+        return not self.shared and self.codec.name != "fp32"
 
-    def encode(self, parcel: Chunk, place: torch.Tensor, blocks: Sequence[ParameterBlock]) -> torch.Tensor:
-        """The gradients of these blocks in bytes, with what is still owed of those before."""
-        self._before[parcel.number] = self.errors.get(parcel.number)
-        return self.wire.encode(parcel, place, [self.span(parcel, block) for block in blocks], self.errors)
+    def encode(self, chunk: Chunk, memory: torch.Tensor, blocks: Sequence[ParameterBlock]) -> torch.Tensor:
+        """The gradients of these blocks in bytes, with what earlier encodings have lost."""
+        self._previous[chunk.number] = self.residuals.get(chunk.number)
+        itemsize = self.dtype(chunk).itemsize
+        starts = [(block.offset - chunk.offset) // itemsize for block in blocks]
+        spans = [slice(start, start + block.numel) for start, block in zip(starts, blocks, strict=True)]
+        return self.codec.encode(chunk, memory, spans, self.residuals)
 
-    def answered(self, number: int, counts: bool) -> None:
-        """A parcel's gradients have been applied, or do not count: then what was owed before them is owed still."""
-        if number not in self._before:
+    def settle(self, chunk: int, applied: bool) -> None:
+        """A push was applied, or it was dropped: then the residual before it holds again."""
+        if chunk not in self._previous:
             return
-        before = self._before.pop(number)
-        if not counts and before is None:
-            del self.errors[number]
-        elif not counts and before is not None:
-            self.errors[number] = before
+        previous = self._previous.pop(chunk)
+        if not applied and previous is None:
+            del self.residuals[chunk]
+        elif not applied and previous is not None:
+            self.residuals[chunk] = previous
 
-    def take_back(self) -> None:
-        """Nothing that is not answered yet counts."""
-        for number in list(self._before):
-            self.answered(number, counts=False)
+    def drop_step(self) -> None:
+        """No push that is not answered yet was applied."""
+        self.outstanding.clear()
+        for chunk in list(self._previous):
+            self.settle(chunk, applied=False)
 
-    def forget(self) -> None:
-        """Nothing is owed any more."""
-        self.errors.clear()
-        self._before.clear()
+    def reset_error_feedback(self) -> None:
+        self.residuals.clear()
+        self._previous.clear()
 
-    def dtype(self, parcel: Chunk) -> torch.dtype:
-        return self._dtypes[parcel.blocks[0].index]
+    # -- reading -------------------------------------------------------------------------------------------------------
 
-    def span(self, parcel: Chunk, block: ParameterBlock) -> slice:
-        """A block's place among the elements of its parcel's memory."""
-        first = (block.at - parcel.at) // self.dtype(parcel).itemsize
-        return slice(first, first + block.numel)
+    def dtype(self, chunk: Chunk) -> torch.dtype:
+        return self._dtypes[chunk.blocks[0].index]
 
     def read(
         self,
-        parcel: Chunk,
         ready: ChunkReady,
         targets: Callable[[ParameterBlock], torch.Tensor],
         check: Callable[[ServerConnection], None],
     ) -> None:
-        """Copies a parcel's blocks to where they are wanted. `check` may raise, if the server is gone."""
-        if parcel.table is not None:  # its rows are read when they are needed
-            self.base[parcel.blocks[0].number] = ready.versions[0]
+        """Copies a chunk's blocks into `targets(block)`. `check` is called while a block is being written, and may
+        raise if the server is gone."""
+        chunk = self.part.chunks[ready.chunk]
+        if chunk.table is not None:  # its rows are read by look-ups
+            self.base[chunk.blocks[0].number] = ready.versions[0]
             return
-        rows = from_bytes(ready.rows[0]) if parcel.row and ready.rows is not None else None
-        for position, (block, source) in enumerate(zip(parcel.blocks, self.shown[parcel.number], strict=True)):
+        rows = from_bytes(ready.rows[0]) if chunk.row_numel and ready.rows is not None else None
+        for position, (block, source) in enumerate(zip(chunk.blocks, self._parameter_views[chunk.number], strict=True)):
             target = targets(block)
             if self.private:
-                _copy(target, source, rows, parcel.row, packed=not self.shared)
+                _copy(target, source, rows, chunk.row_numel, packed=not self.shared)
                 self.base[block.number] = ready.versions[position]
             else:
-                self._read_whole(block, target, source, rows, parcel.row, check)
-                if rows is not None:
-                    self.base[block.number] = ready.versions[position]  # its other rows may have changed since
+                version = self._read_unchanged(block, target, source, rows, chunk.row_numel, check)
+                # The other rows of a sparse block may have changed since the answer.
+                self.base[block.number] = version if rows is None else ready.versions[position]
 
-    def _read_whole(
+    def _read_unchanged(
         self,
         block: ParameterBlock,
         target: torch.Tensor,
         source: torch.Tensor,
         rows: torch.Tensor | None,
-        row: int,
+        row_numel: int,
         check: Callable[[ServerConnection], None],
-    ) -> None:
-        """Copies until nothing was written meanwhile: the block's word is the same even number before and after."""
-        words, number = self.parameters.words, block.number
+    ) -> int:
+        """Copies until the block was not written meanwhile: its seqlock counter is even, and the same before and after.
+        Returns the block's version."""
+        counters, number = self.parameters.counters, block.number
         while True:
-            before = words[number]
+            before = counters[number]
             if not before & 1:
-                _copy(target, source, rows, row)
-                if words[number] == before:
-                    self.base[number] = before // 2
-                    return
+                _copy(target, source, rows, row_numel)
+                if counters[number] == before:
+                    return before // 2
             self.num_retries += 1
-            if self.num_retries % PATIENT_TRIES == 0:
+            if self.num_retries % CHECK_EVERY == 0:
                 check(self)
             time.sleep(0)  # the server needs the core to finish
 
 
 def _copy(
-    target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor | None, row: int, packed: bool = False
+    target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor | None, row_numel: int, packed: bool = False
 ) -> None:
-    """All of a block, or these rows; `packed`: behind the message came the rows alone."""
+    """A whole block, or these rows of it; `packed`: `source` holds only the rows, one after the other."""
     if rows is None:
         target.copy_(source)
     elif len(rows):
-        values = source[: len(rows) * row].view(-1, row) if packed else source.view(-1, row)[rows]
-        target.view(-1, row).index_copy_(0, rows.to(target.device), values.to(target.device))
+        values = source[: len(rows) * row_numel].view(-1, row_numel) if packed else source.view(-1, row_numel)[rows]
+        target.view(-1, row_numel).index_copy_(0, rows.to(target.device), values.to(target.device))

@@ -138,7 +138,7 @@ class ServerEmbedding(torch.nn.Module):
         return self._gathered
 
 
-def tables_of(models: Iterable[torch.nn.Module]) -> list[ServerEmbedding]:
+def server_embeddings(models: Iterable[torch.nn.Module]) -> list[ServerEmbedding]:
     """Those in these models, each once."""
     found = {id(m): m for model in models for m in model.modules() if isinstance(m, ServerEmbedding)}
     return list(found.values())

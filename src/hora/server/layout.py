@@ -1,16 +1,16 @@
-"""Layout: how the parameters are cut into blocks, and which server has which. The same on every worker and server.
+"""BlockLayout: how a model is cut into blocks, and which server owns which. Every worker and server computes the same.
 
 A block is a parameter or a slice of one, never of two: torch's optimizers skip a parameter without a gradient, count
-steps per parameter and have hyper-parameters per group. Slices are only for optimizers that treat every element by
-itself. Blocks of one server and one optimizer travel in parcels of about `block_bytes`, in the order of the model:
-what the next forward needs first comes first.
+steps per parameter and have hyper-parameters per group. Only optimizers that treat each element independently get
+slices. The blocks of one server and one optimizer travel in chunks of about `block_bytes`, in model order, so that what
+the next forward needs first arrives first.
 
     parameters      |---- w1 ----|b|-------- w2 --------|       model order
     blocks          |  0  |  1   |2|   3   |   4   |  5 |       balanced over the servers by bytes
-    server 0        [ 0 ] [ 2  3 ] [ 5 ]                        parcels
+    server 0        [ 0 ] [ 2  3 ] [ 5 ]                        chunks
     server 1        [ 1 ] [ 4 ]
 
-A table that only servers have (hora.ServerEmbedding) is a parcel of its own on every server, after the others.
+A table that only servers hold (hora.ServerEmbedding) is a chunk of its own on every server, after the others.
 """
 
 from __future__ import annotations
@@ -22,24 +22,31 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..net.interface import is_loopback
+from ..parameters.registry import ParameterRegistry
 from ..parameters.shards import ALIGN, CUT_BYTES, ELEMENTWISE, is_dense
-from .embedding_table import TableSpec
+from ..rendezvous.context import RunContext
+from ..transport.arena import round_up
+from .embedding import server_embeddings
+from .embedding_table import OPTIMIZERS, TableSpec
 
 ALIGN_BYTES = 128  # blocks begin on cache lines of their own
-PIECES = 4  # a model is cut into so many blocks per server at least, where it can be
-FAR_PIECES = 16  # over a network: the first come back while the last are still on their way
+PIECES = 4  # a model is cut into at least this many blocks per server, where possible
+REMOTE_PIECES = 16  # over a network: the first blocks come back while the last are still being sent
+
+Slice = tuple[int, int, int]  # parameter index, start, stop
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterBlock:
-    """Elements [start, stop) of parameter `index`, in the order of its memory. `at` is its place in its server's."""
+    """Elements [start, stop) of parameter `index`, in memory order; at byte `offset` of its server's memory."""
 
     number: int  # on its server
     index: int
     start: int
     stop: int
-    at: int  # bytes
-    whole: bool
+    offset: int
+    whole: bool  # the entire parameter
 
     @property
     def numel(self) -> int:
@@ -48,51 +55,48 @@ class ParameterBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Blocks that travel together: bytes [at, at + num_bytes) of their server's memory.
+    """Blocks that travel together: bytes [offset, offset + num_bytes) of their server's memory.
 
-    `row` is 0, or the length of a row where only those that were touched travel; such a block travels alone. Of a
-    `table` nothing lies in that memory: its one block is empty, and its `start` is the number of its server."""
+    `row_numel` is nonzero where only touched rows travel; such a block is alone in its chunk. A `table` has no bytes in
+    that memory: its one block is empty, and the block's `start` is the number of its server."""
 
     number: int  # on its server
     optimizer: int
     blocks: tuple[ParameterBlock, ...]
-    at: int
+    offset: int
     num_bytes: int
-    row: int = 0
+    row_numel: int = 0
     table: TableSpec | None = None
 
     @property
-    def whole(self) -> bool:
-        """Whether all of it travels at every step, and not the rows that were touched."""
-        return not self.row and self.table is None
+    def dense(self) -> bool:
+        """Whether all of it travels at every step, and not only touched rows."""
+        return not self.row_numel and self.table is None
 
     @functools.cached_property
-    def numbers(self) -> list[int]:
-        """Of its blocks."""
+    def block_numbers(self) -> list[int]:
         return [block.number for block in self.blocks]
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerPart:
-    """What one server has."""
+    """What one server owns."""
 
-    parcels: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...]
     num_bytes: int
 
     @functools.cached_property
     def blocks(self) -> tuple[ParameterBlock, ...]:
-        return tuple(block for parcel in self.parcels for block in parcel.blocks)
+        return tuple(block for chunk in self.chunks for block in chunk.blocks)
 
     @functools.cached_property
-    def load(self) -> int:
-        """Bytes of parameters."""
-        return sum(parcel.num_bytes for parcel in self.parcels)
+    def parameter_bytes(self) -> int:
+        return sum(chunk.num_bytes for chunk in self.chunks)
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
-    """All servers' parts. `served` are the parameters that some optimizer has; the others are nobody's but each
-    worker's own."""
+    """All servers' parts. `served` are the parameters that some optimizer holds; the rest stay local to each worker."""
 
     parts: tuple[ServerPart, ...]
     served: frozenset[int]
@@ -100,6 +104,9 @@ class BlockLayout:
     @functools.cached_property
     def fingerprint(self) -> str:
         return hashlib.blake2b(repr(self.parts).encode(), digest_size=8).hexdigest()
+
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
 
 
 def cut(
@@ -111,55 +118,49 @@ def cut(
     tables: Mapping[int, TableSpec] | None = None,
     pieces: int = PIECES,
 ) -> BlockLayout:
-    """Depends on the arguments alone: the parameters' shapes and types, the optimizers' groups. `sparse` ones are cut
-    by rows; those that stand in for `tables` are not cut at all.
+    """Deterministic in its arguments: the parameters' shapes and dtypes, and the optimizers' groups. `sparse`
+    parameters are cut between rows; placeholders of `tables` are not cut.
 
-    ValueError if there are more servers than blocks, or if two optimizers have one parameter."""
+    ValueError if there are more servers than blocks, or if two optimizers hold one parameter."""
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
     owner: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                index = index_of[id(parameter)]
-                if owner.setdefault(index, number) != number:
-                    raise ValueError(f"two optimizers have one parameter of shape {list(parameter.shape)}: under ps "
-                                     "each parameter has one optimizer")  # fmt: skip
+        for parameter in _parameters_of(optimizer):
+            if owner.setdefault(index_of[id(parameter)], number) != number:
+                raise ValueError(f"two optimizers have one parameter of shape {list(parameter.shape)}: under ps "
+                                 "each parameter has one optimizer")  # fmt: skip
     tables = tables or {}
     served = sorted(index for index in owner if parameters[index].numel() and index not in tables)
-    total = sum(parameters[index].numel() * parameters[index].element_size() for index in served)
+    total = sum(parameters[index].nbytes for index in served)
     limit = min(block_bytes, max(CUT_BYTES, -(-total // (pieces * num_servers))))
-    slices: list[tuple[int, int, int]] = []  # parameter, start, stop
+    slices: list[Slice] = []
     for index in served:
         parameter = parameters[index]
         kind = type(optimizers[owner[index]])
         may_cut = kind in ELEMENTWISE or (index in sparse and kind is torch.optim.SparseAdam)
-        if may_cut and is_dense(parameter) and parameter.numel() * parameter.element_size() > limit:
-            slices += [(index, start, stop) for start, stop in _slices(parameter, limit, index in sparse)]
-        else:
-            slices.append((index, 0, parameter.numel()))
+        length = parameter.numel()
+        if may_cut and is_dense(parameter) and parameter.nbytes > limit:
+            unit = length // parameter.shape[0] if index in sparse else ALIGN
+            length = max(1, limit // parameter.element_size() // unit) * unit
+        slices += [
+            (index, start, min(start + length, parameter.numel())) for start in range(0, parameter.numel(), length)
+        ]
     if len(slices) < num_servers and not tables:
         raise ValueError(
             f"{num_servers} servers for a model of {len(slices)} block{'s' * (len(slices) != 1)}: each server needs "
             f"one at least, so say --servers {len(slices)} or less"
         )
-    server_of = _balance(
-        [(stop - start) * parameters[index].element_size() for index, start, stop in slices], num_servers
-    )
+    server_of = _balance([(stop - start) * parameters[i].element_size() for i, start, stop in slices], num_servers)
     parts = []
     for server in range(num_servers):
         mine = [piece for piece, its in zip(slices, server_of, strict=True) if its == server]
-        parts.append(_shelve(_pack(mine, parameters, owner, limit, sparse), tables, owner, server))
+        part = _pack(mine, parameters, owner, limit, sparse)
+        parts.append(_append_tables(part, tables, owner, server))
     return BlockLayout(tuple(parts), frozenset(served))
 
 
-def _slices(parameter: torch.Tensor, limit: int, by_rows: bool) -> list[tuple[int, int]]:
-    unit = parameter.numel() // parameter.shape[0] if by_rows else ALIGN
-    each = max(1, limit // parameter.element_size() // unit) * unit
-    return [(start, min(start + each, parameter.numel())) for start in range(0, parameter.numel(), each)]
-
-
 def _balance(sizes: Sequence[int], num_servers: int) -> list[int]:
-    """Large ones first, each to the server that has least: nobody has more than a block above another."""
+    """Largest first, each to the least loaded server: no server has more than one block above another."""
     loads = [0] * num_servers
     server_of = [0] * len(sizes)
     for piece in sorted(range(len(sizes)), key=lambda piece: (-sizes[piece], piece)):
@@ -169,47 +170,128 @@ def _balance(sizes: Sequence[int], num_servers: int) -> list[int]:
     return server_of
 
 
-def _shelve(part: ServerPart, tables: Mapping[int, TableSpec], owner: Mapping[int, int], server: int) -> ServerPart:
-    """The tables' parcels behind the others."""
-    parcels = list(part.parcels)
-    for index, table in sorted(tables.items()):
-        number = len(part.blocks) + len(parcels) - len(part.parcels)
-        block = ParameterBlock(number, index, server, server, part.num_bytes, False)
-        parcels.append(Chunk(len(parcels), owner[index], (block,), part.num_bytes, 0, table.width, table))
-    return ServerPart(tuple(parcels), part.num_bytes)
-
-
 def _pack(
-    pieces: Sequence[tuple[int, int, int]],
+    slices: Sequence[Slice],
     parameters: Sequence[torch.Tensor],
-    owner: dict[int, int],
+    owner: Mapping[int, int],
     limit: int,
     sparse: frozenset[int],
 ) -> ServerPart:
-    """One server's blocks, in the order of the model, side by side in parcels of one optimizer and dtype each."""
-    parcels: list[Chunk] = []
-    blocks: list[ParameterBlock] = []
-    begin = at = 0
-
-    def close() -> None:
-        nonlocal begin
-        if blocks:
-            index = blocks[0].index
-            row = parameters[index].numel() // parameters[index].shape[0] if index in sparse else 0
-            parcels.append(Chunk(len(parcels), owner[index], tuple(blocks), begin, at - begin, row))
-            blocks.clear()
-        begin = at
-
-    for number, (index, start, stop) in enumerate(pieces):
+    """One server's blocks in model order, contiguous in chunks of one optimizer and dtype each."""
+    groups: list[list[ParameterBlock]] = []
+    previous: object = None
+    offset = 0
+    for number, (index, start, stop) in enumerate(slices):
         parameter = parameters[index]
         num_bytes = (stop - start) * parameter.element_size()
-        if blocks:
-            last = parameters[blocks[-1].index]
-            alike = owner[blocks[-1].index] == owner[index] and last.dtype == parameter.dtype
-            alike = alike and index not in sparse and blocks[-1].index not in sparse
-            if not alike or at - begin + num_bytes > limit:
-                close()
-        blocks.append(ParameterBlock(number, index, start, stop, at, stop - start == parameter.numel()))
-        at = -(-(at + num_bytes) // ALIGN_BYTES) * ALIGN_BYTES
-    close()
-    return ServerPart(tuple(parcels), at)
+        kind = (owner[index], parameter.dtype, number if index in sparse else -1)
+        if kind != previous or offset - groups[-1][0].offset + num_bytes > limit:
+            groups.append([])
+        groups[-1].append(ParameterBlock(number, index, start, stop, offset, stop - start == parameter.numel()))
+        previous = kind
+        offset = round_up(offset + num_bytes, ALIGN_BYTES)
+    chunks = []
+    ends = [*(blocks[0].offset for blocks in groups[1:]), offset]
+    for number, (blocks, end) in enumerate(zip(groups, ends, strict=True)):
+        index, begin = blocks[0].index, blocks[0].offset
+        row_numel = parameters[index].numel() // parameters[index].shape[0] if index in sparse else 0
+        chunks.append(Chunk(number, owner[index], tuple(blocks), begin, end - begin, row_numel))
+    return ServerPart(tuple(chunks), offset)
+
+
+def _append_tables(
+    part: ServerPart, tables: Mapping[int, TableSpec], owner: Mapping[int, int], server: int
+) -> ServerPart:
+    chunks = list(part.chunks)
+    for number, (index, table) in enumerate(sorted(tables.items()), len(part.blocks)):
+        block = ParameterBlock(number, index, server, server, part.num_bytes, False)
+        chunks.append(Chunk(len(chunks), owner[index], (block,), part.num_bytes, 0, table.width, table))
+    return ServerPart(tuple(chunks), part.num_bytes)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# -- a script's model --------------------------------------------------------------------------------------------------
+
+
+def make_layout(registry: ParameterRegistry, context: RunContext, block_bytes: int) -> BlockLayout:
+    """How this model is cut. ValueError for a model that parameter servers cannot hold.
+
+    Runs on several hosts never use loopback addresses, so the address tells whether chunks cross a network."""
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in registry.optimizers):
+        raise ValueError("LBFGS needs all parameters at once, and servers have blocks of them: use ring or auto")
+    _check_overlap(registry)
+    _check_embeddings(registry)
+    return cut(
+        registry.parameters,
+        registry.optimizers,
+        context.num_servers,
+        block_bytes,
+        sparse_parameters(registry),
+        _table_specs(registry, context.num_servers),
+        PIECES if is_loopback(context.bind) else REMOTE_PIECES,
+    )
+
+
+def sparse_parameters(registry: ParameterRegistry) -> frozenset[int]:
+    """The weights of `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`, whose gradients are rows."""
+    weights = [
+        id(module.weight)
+        for model in registry.models
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+    ]
+    return frozenset(registry.index[weight] for weight in weights if weight in registry.index)
+
+
+def _check_overlap(registry: ParameterRegistry) -> None:
+    """Two parameters must not share memory: two servers would update it."""
+    places: dict[int, list[tuple[int, int, str]]] = {}
+    for parameter, name in zip(registry.parameters, registry.names, strict=True):
+        start = int(parameter.storage_offset())
+        stop = start + (parameter.numel() if is_dense(parameter) else 1)  # only the first element of one with gaps
+        others = places.setdefault(parameter.untyped_storage().data_ptr(), [])
+        for other_start, other_stop, other in others if parameter.numel() else ():
+            if start < other_stop and other_start < stop:
+                raise ValueError(
+                    f"parameters {name} and {other} share memory, and two servers cannot both update it: let both "
+                    "modules use one nn.Parameter"
+                )
+        others.append((start, stop, name))
+
+
+def _check_embeddings(registry: ParameterRegistry) -> None:
+    served = {id(p) for optimizer in registry.optimizers for p in _parameters_of(optimizer)}
+    for prefix, model in registry._prefixed():
+        for place, module in model.named_modules():
+            if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or id(module.weight) not in served:
+                continue
+            name = f"{prefix}{place}{'.' if place else ''}weight"
+            if module.max_norm is not None:
+                raise ValueError(
+                    f"{name} has max_norm={module.max_norm:g}: every forward writes into it, and the servers, which "
+                    "own it, would not see that. Leave max_norm out under ps"
+                )
+            if module.sparse and not module.weight.is_contiguous():
+                raise ValueError(f"{name} is sparse and not contiguous: make it contiguous() before job.prepare()")
+
+
+def _table_specs(registry: ParameterRegistry, num_servers: int) -> dict[int, TableSpec]:
+    """Each ServerEmbedding's table, by the index of its placeholder parameter."""
+    optimizer_of = {id(p): type(optimizer) for optimizer in registry.optimizers for p in _parameters_of(optimizer)}
+    specs = {}
+    for table in server_embeddings(registry.models):
+        index = registry.index[id(table.rows)]
+        kind = optimizer_of.get(id(table.rows))
+        if kind is None:
+            raise ValueError(f"{registry.names[index]}, of a ServerEmbedding, is in no optimizer: its rows need one")
+        if kind not in OPTIMIZERS:
+            supported = ", ".join(each.__name__ for each in OPTIMIZERS)
+            raise ValueError(
+                f"{registry.names[index]}, of a ServerEmbedding, is {kind.__name__}'s, which is not known to update "
+                f"rows by themselves; supported: {supported}"
+            )
+        specs[index] = table.spec(index, num_servers)
+    return specs

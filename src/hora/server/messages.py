@@ -1,24 +1,23 @@
-"""What workers and servers say to each other: typed messages in msgpack; tensors follow as raw bytes, or lie in
-memory that both see."""
+"""Messages between workers and parameter servers, in msgpack. Tensors follow as raw bytes, or lie in shared memory."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 
 
 class ServerMessage(msgspec.Struct, tag_field="do", array_like=True):
-    """The base of all."""
+    """The base class of all messages here."""
 
 
-# -- from a worker ---------------------------------------------------------------------------------------------------
+# -- from a worker -----------------------------------------------------------------------------------------------------
 
 
 class WorkerHello(ServerMessage, tag="hello"):
-    """The first word on a line. `entries` describes the model; the server compares it with its own.
+    """The first message on a worker's main connection. The server compares `entries`, the model's, with its own.
 
-    `passing` and `key` say where the worker's gradients can be mapped; empty where they come over the line."""
+    `passing` and `key` tell where the server can map the worker's gradients; empty if they come over the connection."""
 
     worker: int
     name: str
@@ -29,33 +28,26 @@ class WorkerHello(ServerMessage, tag="hello"):
 
 
 class ExtraConnection(ServerMessage, tag="extra"):
-    """The first word on a further line of a worker, for tensors."""
+    """The first message on a worker's further connection, for tensors."""
 
     worker: int
     number: int
 
 
-class ServerHello(ServerMessage, tag="hail"):
-    """The first word on a line from another server."""
-
-    server: int
-
-
 class BeginStep(ServerMessage, tag="begin"):
-    """A step begins: `parcels` gradients of it will come to this server.
+    """A step begins: this server will get `num_chunks` pushes of it.
 
-    `weight` is what the newest backward counts, in whose units the gradients are; `total` is the sum over all `count`
-    that piled up. `scale` multiplies the gradient. `hyper` are the optimizers' hyper-parameters, None if they are what
-    they were. `present` is how many workers have samples in this batch, `place` (loop, batch) says which. A worker that
-    is not `eligible` has read parameters of two steps. `reaches` is the step of the job that it leads to.
+    `weight` is that of the newest backward, in whose units the gradients are; `total` is the sum over all `count` that
+    were accumulated. `scale` multiplies the gradient. `hyper` are the optimizers' hyper-parameters, None if unchanged.
+    `present` is how many workers have samples in this batch, `place` is (loop, batch). A worker that has read
+    parameters of two steps is not `eligible`. `reaches` is the job's step that this one leads to.
 
-    `carrier` is the rank whose gradients contain this worker's, of all parcels that travel whole; -1: it sends its own.
-    `factor` is what multiplies the gradients of such parcels, instead of `weight` and `scale`.
-    """
+    `carrier` is the rank whose dense pushes contain this worker's gradients, -1 if it sends its own. `factor`
+    multiplies dense gradients instead of `weight` and `scale`."""
 
     step: int
     optimizer: int
-    parcels: int
+    num_chunks: int
     weight: float = 1.0
     total: float = 1.0
     count: int = 1
@@ -73,12 +65,12 @@ class BeginStep(ServerMessage, tag="begin"):
 
 
 class Push(ServerMessage, tag="push"):
-    """The gradients of a parcel. `have`: which blocks have one, None if all. `base`: the versions they were computed
-    at. `rows`: of a sparse block the rows, whose gradients are all that follows. `wire`: how what follows is encoded,
-    empty if it is not."""
+    """A chunk's gradients. `base`: the block versions they were computed at. `have`: which blocks have one, None if
+    all. `rows`: the rows of a sparse block, whose values are all that follows. `wire`: the codec, empty for plain
+    bytes."""
 
     step: int
-    parcel: int
+    chunk: int
     base: list[int]
     have: list[bool] | None = None
     rows: list[bytes] | None = None
@@ -86,73 +78,73 @@ class Push(ServerMessage, tag="push"):
 
 
 class Lookup(ServerMessage, tag="lookup"):
-    """Asks for rows of a table that only servers have."""
+    """Asks for rows of a ServerEmbedding's table."""
 
     number: int
-    parcel: int
+    chunk: int
     rows: bytes
 
 
 class Pull(ServerMessage, tag="pull"):
-    """Asks for all parcels as they are, outside of a step."""
+    """Asks for all chunks as they are, outside of a step."""
 
     number: int
 
 
 class SynchronizedAck(ServerMessage, tag="got"):
-    """The worker has read what the full synchronisation after this step left."""
+    """The worker has read the result of the full synchronisation after this step."""
 
     step: int
 
 
 class DropStep(ServerMessage, tag="drop"):
-    """A step that was begun will not take place: what came of it is forgotten."""
+    """A step that was begun will not take place: the server discards its pushes."""
 
     step: int
 
 
 class EnterLoop(ServerMessage, tag="enter"):
-    """The worker begins to train: others count on its steps."""
+    """The worker begins to train: others wait for its steps."""
 
 
 class LeaveLoop(ServerMessage, tag="rest"):
-    """It takes no more steps for now: nobody waits for it."""
+    """The worker takes no more steps for now: no worker waits for it."""
 
 
 class FillParameters(ServerMessage, tag="fill"):
-    """The parameters of a parcel, of this step of the job, which the server takes over as they are; rank 0 says it."""
+    """From rank 0: a chunk's parameters, those of the job's `step`, follow."""
 
-    parcel: int
+    chunk: int
     step: int = 0
 
 
 class LoadState(ServerMessage, tag="load"):
-    """Optimizer state follows, which the server takes over; rank 0 says it."""
+    """From rank 0: optimizer state follows."""
 
 
 class GetBlob(ServerMessage, tag="ask"):
-    """Asks for a blob: `state` (the optimizers'), `stats`, `awaited` (whom this worker waits for), or one that was kept
-    under a name."""
+    """Asks for a blob: `state` (parameters and optimizer state), `stats`, `awaited` (which ranks this worker waits
+    for), or one that was put under a name."""
 
     what: str
 
 
 class PutBlob(ServerMessage, tag="keep"):
-    """A blob follows, to be kept under a name for others to ask for."""
+    """A blob follows, which the server keeps under a name."""
 
     what: str
 
 
 class WorkerBye(ServerMessage, tag="bye"):
-    """The worker leaves well."""
+    """The worker leaves."""
 
 
-# -- from a server ---------------------------------------------------------------------------------------------------
+# -- from a server -----------------------------------------------------------------------------------------------------
 
 
 class Welcome(ServerMessage, tag="welcome"):
-    """`passing` and `key`: where the parameters can be mapped; empty if they come over the line. `mine`: where the
-    parameters that are this worker's alone can be."""
+    """`passing` and `key`: where the worker can map the parameters, `mine`: its private copy of them. Empty if they
+    come over the connection."""
 
     passing: str = ""
     key: str = ""
@@ -164,12 +156,12 @@ class Refused(ServerMessage, tag="refused"):
 
 
 class ChunkReady(ServerMessage, tag="ready"):
-    """A parcel's parameters may be read: the result of `step`, or, after Pull, as they are.
+    """A chunk may be read: the result of `step`, or, after Pull, as it is.
 
-    `now` is the step that the servers are at. `skipped` says why the step was not taken, if it was not."""
+    `now` is the servers' next step. `skipped` is the reason why the step was not taken, if it was not."""
 
     step: int
-    parcel: int
+    chunk: int
     versions: list[int]
     now: int = 0
     lag: int = 0
@@ -182,66 +174,66 @@ class ChunkReady(ServerMessage, tag="ready"):
 
 
 class RowsReply(ServerMessage, tag="rows"):
-    """The rows that Lookup `number` asked for follow; `version` is their table's."""
+    """The rows of Lookup `number` follow; `version` is their table's."""
 
     number: int
     version: int
 
 
 class Ack(ServerMessage, tag="done"):
-    """The answer to Fill, Load, Keep."""
+    """FillParameters, LoadState or PutBlob was done."""
 
 
 class BlobReply(ServerMessage, tag="blob"):
-    """What was asked for follows; nothing if there is none."""
+    """The blob follows; nothing if there is none."""
 
     what: str
 
 
 class ServerError(ServerMessage, tag="trouble"):
-    """The server cannot go on, and this is why."""
+    """The server cannot continue."""
 
     reason: str
 
 
-# -- between servers -------------------------------------------------------------------------------------------------
+# -- between servers ---------------------------------------------------------------------------------------------------
+
+
+class ServerHello(ServerMessage, tag="hail"):
+    """The first message on a connection from another server."""
+
+    server: int
 
 
 class ChosenWorkers(ServerMessage, tag="chosen"):
-    """Server 0: these workers' gradients make up the step; the others' are dropped."""
+    """From server 0: the step uses these workers' gradients; the others' are dropped."""
 
     step: int
     workers: list[int]
 
 
 class GradientNorm(ServerMessage, tag="norm"):
-    """A server's sum of squares of the mean gradient; from server 0: everybody's together."""
+    """A server's sum of squares of the mean gradient; from server 0: the sum over all servers."""
 
     step: int
     squares: float
 
 
 class WorkerEntered(ServerMessage, tag="entered"):
-    """Server 0, under ssp and with `sync_every`: this worker trains, and so many steps count as behind it."""
+    """From server 0, under ssp and `sync_every`: this worker trains, and starts at this clock."""
 
     worker: int
     clock: int
 
 
 class SynchronizeAt(ServerMessage, tag="meet"):
-    """Server 0, with `sync_every`: these workers come together once they all have so many steps behind them."""
+    """From server 0, under `sync_every`: these workers synchronise when all of them have reached this clock."""
 
     clock: int
     workers: list[int]
 
 
-FromWorker = (
-    BeginStep | Push | Lookup | Pull | SynchronizedAck | DropStep | EnterLoop | LeaveLoop | FillParameters | LoadState
-    | GetBlob | PutBlob | WorkerBye
-)  # fmt: skip
 FromServer = ChosenWorkers | GradientNorm | WorkerEntered | SynchronizeAt
-ToWorker = Welcome | Refused | ChunkReady | RowsReply | Ack | BlobReply | ServerError
-AnyMessage = WorkerHello | ExtraConnection | ServerHello | FromWorker | FromServer | ToWorker
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(AnyMessage).decode
+decode = msgspec.msgpack.Decoder(Union[tuple(ServerMessage.__subclasses__())]).decode  # noqa: UP007

@@ -1,11 +1,11 @@
-"""Wire: the gradients of a parcel in fewer bytes than they have, as they cross a network.
+"""PushCodec: gradients of a chunk in fewer bytes, as they cross a network.
 
-    worker      gradient + what rounding took from those before it  ->  encoded  ->  over TCP
-    server      into the place of the parcel, which is larger  ->  decoded there, before the push counts
+    worker      gradient + residual of earlier encodings  ->  encoded  ->  over TCP
+    server      into the chunk's memory, which is larger  ->  decoded there, before the push counts
 
-All numbers of a parcel are encoded together as one vector of float32, whatever the parameters' type: float64 loses
-what float32 does not hold, half precision nothing. A parcel that would not get smaller travels as it is, and so do
-rows of sparse tables. Parameters always come back as they are: an error in them would stay.
+A chunk is encoded as one float32 vector, whatever the parameters' dtype: float64 loses what float32 does not hold, half
+precision loses nothing. A chunk that would not get smaller is sent as it is, and so are rows. Parameters are never
+encoded: an error in them would stay.
 """
 
 from __future__ import annotations
@@ -20,51 +20,49 @@ from .layout import Chunk, ServerPart
 
 
 class PushCodec:
-    """What one server and its workers agree on: `name` of the codec and the codec itself, None for none."""
+    """One server and its workers use the same: `codec` of this name, or None to send plain bytes."""
 
     def __init__(self, name: str, codec: Codec | None, part: ServerPart, dtypes: Sequence[torch.dtype]) -> None:
         self.name = name
         self._codec = codec
-        self._dtypes = [dtypes[parcel.blocks[0].index] for parcel in part.parcels]
-        self._num_bytes = [self._measure(parcel) for parcel in part.parcels]
+        self._dtypes = [dtypes[chunk.blocks[0].index] for chunk in part.chunks]
+        self._num_bytes = [self._measure(chunk) for chunk in part.chunks]
 
-    def _measure(self, parcel: Chunk) -> int | None:
-        dtype = self._dtypes[parcel.number]
-        if self._codec is None or not parcel.whole or not dtype.is_floating_point:
+    def _measure(self, chunk: Chunk) -> int | None:
+        dtype = self._dtypes[chunk.number]
+        if self._codec is None or not chunk.dense or not dtype.is_floating_point:
             return None
-        num_bytes = self._codec.num_bytes(parcel.num_bytes // dtype.itemsize)
-        return num_bytes if num_bytes < parcel.num_bytes else None
+        num_bytes = self._codec.num_bytes(chunk.num_bytes // dtype.itemsize)
+        return num_bytes if num_bytes < chunk.num_bytes else None
 
-    def num_bytes(self, parcel: Chunk, name: str) -> int | None:
-        """How many a parcel's gradients have when they are encoded by the codec of this name; None: they never are."""
-        return self._num_bytes[parcel.number] if name == self.name else None
+    def num_bytes(self, chunk: Chunk, name: str) -> int | None:
+        """The size of a chunk that the codec of this name has encoded; None if chunks are not encoded so."""
+        return self._num_bytes[chunk.number] if name == self.name else None
 
-    def decode(self, parcel: Chunk, data: torch.Tensor, place: torch.Tensor) -> None:
-        """`place` is the parcel's memory, of which `data` must not be part. HoraError for what cannot be decoded."""
+    def decode(self, chunk: Chunk, data: torch.Tensor, memory: torch.Tensor) -> None:
+        """Decodes `data` into `memory`, the chunk's; they must not overlap. HoraError if it cannot be decoded."""
         assert self._codec is not None
-        vector = place.view(self._dtypes[parcel.number])
+        vector = memory.view(self._dtypes[chunk.number])
         try:
             vector.copy_(self._codec.decode(data, len(vector)))
         except ValueError as problem:
-            raise HoraError(f"a gradient of parcel {parcel.number} that cannot be decoded: {problem}") from None
+            raise HoraError(f"push of chunk {chunk.number} cannot be decoded: {problem}") from None
 
     def encode(
-        self, parcel: Chunk, place: torch.Tensor, blocks: Sequence[slice], errors: dict[int, torch.Tensor]
+        self, chunk: Chunk, memory: torch.Tensor, blocks: Sequence[slice], residuals: dict[int, torch.Tensor]
     ) -> torch.Tensor:
-        """The gradients in `place`, with what was left of them the last time, in bytes; `errors` keeps what is left
-        this time, by parcel, in a tensor of its own: whoever has the last one can go back to it. `blocks` are the
-        elements that have a gradient: of the others nothing is sent or kept.
-
-        What is not finite is sent as it is and leaves no error behind: no step is taken with it."""
+        """The gradients in `memory` plus the chunk's residual, in bytes. `residuals` gets what this encoding loses,
+        in a new tensor, so that a caller can go back to the old one. `blocks` are the elements that have a gradient;
+        nothing is sent or kept of the others. Gradients that are not finite leave the residual as it was."""
         assert self._codec is not None
-        given = place.view(self._dtypes[parcel.number]).float()
-        known = errors.get(parcel.number)
-        error = errors[parcel.number] = torch.zeros_like(given) if known is None else known.clone()
-        for each in blocks:
-            given[each] += error[each]
-        data = self._codec.encode(given)
-        left = given - self._codec.decode(data, len(given))
-        if bool(left.isfinite().all()):
-            for each in blocks:
-                error[each] = left[each]
+        vector = memory.view(self._dtypes[chunk.number]).float()
+        known = residuals.get(chunk.number)
+        residual = residuals[chunk.number] = torch.zeros_like(vector) if known is None else known.clone()
+        for block in blocks:
+            vector[block] += residual[block]
+        data = self._codec.encode(vector)
+        lost = vector - self._codec.decode(data, len(vector))
+        if bool(lost.isfinite().all()):
+            for block in blocks:
+                residual[block] = lost[block]
         return data

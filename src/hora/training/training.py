@@ -28,7 +28,7 @@ from ..monitor import spans
 from ..parameters import allocator
 from ..parameters.registry import ParameterRegistry
 from ..rendezvous.context import RunContext
-from ..server.embedding import tables_of
+from ..server.embedding import server_embeddings
 from ..strategies import Strategy
 from ..strategies.common.sync import ExchangeCancelled, Sync
 from .epoch_progress import EpochProgress
@@ -128,7 +128,7 @@ class Training:
         self.optimizers = several("optimizer", optimizer, Optimizer)
         self.schedulers = several("scheduler", scheduler, object) if scheduler is not None else []
         self.scaler = scaler
-        if tables_of(self.models) and not self._strategy.uses_servers:
+        if server_embeddings(self.models) and not self._strategy.uses_servers:
             raise ValueError("a ServerEmbedding needs servers, which have its rows: say --strategy ps")
         roster = ParameterRegistry(self.models, self.optimizers)
         sync = self._strategy.sync(roster)

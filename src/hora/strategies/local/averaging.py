@@ -31,7 +31,7 @@ from ...errors import HoraError, PeerLost
 from ...monitor import spans
 from ...parameters.optimizer_state import OptimizerStates, collect, load
 from ...parameters.registry import ParameterRegistry
-from ...server.embedding import tables_of
+from ...server.embedding import server_embeddings
 from ...transport.task_thread import TaskThread
 from ..common import compression, nonfinite
 from ..common.local_gradients import LocalGradients
@@ -62,7 +62,7 @@ class LocalSync(LocalGradients):
         self.strategy = strategy
         self.rounds = 0
         self.local_steps = 0
-        if tables_of(roster.models):
+        if server_embeddings(roster.models):
             raise ValueError("a ServerEmbedding's rows are updated by the servers at every step: say --strategy ps")
         if strategy.warmup and any(isinstance(each, torch.optim.LBFGS) for each in roster.optimizers):
             raise ValueError("warmup shares the gradient of a step, and LBFGS computes several in one: leave it out")

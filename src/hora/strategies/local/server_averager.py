@@ -42,7 +42,7 @@ class ServerAverager(Averager):
     def begin(self, indices: Sequence[int]) -> None:
         self._group.barrier("before the servers get the parameters")
         if self._group.rank == 0:
-            self._outpost.client.fill(self._outpost.flats.values)
+            self._outpost.client.fill_parameters(self._outpost.flats.values)
         self._group.barrier("the servers have the parameters")
         self._outpost.client.refresh()
         self._points = {}

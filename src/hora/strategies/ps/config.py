@@ -35,7 +35,7 @@ class PS(Strategy):
 
     Over a network: in sync without backups the workers of one host send one gradient for all of them, and get the
     parameters once; otherwise each sends its own. `wire` says in what form gradients travel (fp32: as they are, fp16,
-    bf16, int8 or topk: the share `topk` of a parcel that is largest); what rounding takes from one is added to the
+    bf16, int8 or topk: the share `topk` of a chunk that is largest); what rounding takes from one is added to the
     next. Parameters always come back as they are, rows of sparse tables travel as they are, and to a server on the same
     host nothing travels.
     """

@@ -10,8 +10,9 @@ from ...parameters.registry import ParameterRegistry
 from ...rendezvous.context import RunContext
 from ...server.client import ServerClient
 from ...server.embedding import ServerEmbedding
-from ...server.host import Colocated, layout_of
-from ...server.host_aggregation import gather_local_ranks
+from ...server.host_aggregation import make_host_aggregation
+from ...server.layout import make_layout
+from ...server.process import ColocatedServer
 from ...server.state import Rules
 from .flat_parameters import FlatParameters
 
@@ -31,35 +32,23 @@ class ServerConnections:
     ) -> None:
         self._access = access
         self._check = check
-        layout = layout_of(roster, access, block_bytes)
+        layout = make_layout(roster, access, block_bytes)
         self.flats = FlatParameters(roster, dict(tables or {}), access.num_servers)
-        self._colocated: Colocated | None = None
+        self._colocated: ColocatedServer | None = None
         if access.colocated and not access.joined and access.rank < access.num_servers:
             access.control.put(f"parameters/{access.rank}", b"here")  # the run cannot go on without this process
-            self._colocated = Colocated(access, roster, rules, block_bytes)
-        self.client = ServerClient(
-            rank=access.rank,
-            name=access.name,
-            layout=layout,
-            dtypes=[p.dtype for p in roster.parameters],
-            control=access.control,
-            token=access.token,
-            timeout_s=access.timeout_s,
-            check=self._look,
-            targets=self.flats.target,
-            rules=rules,
-            shared=access.shared,
-            colocated=access.colocated,
-        )
+            self._colocated = ColocatedServer(access, roster, rules, block_bytes)
+        dtypes = [p.dtype for p in roster.parameters]
+        self.client = ServerClient(access, layout, dtypes, rules, check=self._look, targets=self.flats.target)
         self.client.connect(roster.entries())
 
     def gather_mates(self, group: Group) -> None:
         """Collective, where all workers step together: those of one host push one gradient to servers elsewhere."""
-        self.client.fold = gather_local_ranks(group, self.client.links)
+        self.client.host_aggregation = make_host_aggregation(group, self.client.connections)
 
     def abort(self, cause: HoraError) -> None:
         """Ends every wait for this worker's mates. Thread-safe."""
-        fold = self.client.fold
+        fold = self.client.host_aggregation
         if fold is not None:
             fold.abort(cause)
 

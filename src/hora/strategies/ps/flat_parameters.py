@@ -8,9 +8,8 @@ from ...errors import HoraError
 from ...parameters.registry import ParameterRegistry
 from ...parameters.shards import flat_view, flatten, is_dense
 from ...server.embedding import ServerEmbedding
-from ...server.host import sparse_ones
-from ...server.layout import ParameterBlock
-from ...server.rows import takes_rows
+from ...server.layout import ParameterBlock, sparse_parameters
+from ...server.rows import supports_sparse
 
 
 class FlatParameters:
@@ -20,7 +19,7 @@ class FlatParameters:
         self.roster = roster
         self._tables = tables
         self._num_servers = num_servers
-        self._sparse = sparse_ones(roster)
+        self._sparse = sparse_parameters(roster)
         self._flats: dict[int, tuple[int, torch.Tensor]] = {}  # parameters, by index, with their address
         self._grads: dict[int, torch.Tensor | None] = {}
 
@@ -42,7 +41,7 @@ class FlatParameters:
                     continue
                 self._grads[index] = self._flat(index, parameter)
                 grad = self._grads[index]
-                if grad is not None and grad.is_sparse and not takes_rows(type(optimizer)):
+                if grad is not None and grad.is_sparse and not supports_sparse(type(optimizer)):
                     raise HoraError(
                         f"the gradient of {self.roster.names[index]} is sparse, which {type(optimizer).__name__} does "
                         "not take: give this table torch.optim.SparseAdam, Adagrad or SGD, beside the other optimizer "

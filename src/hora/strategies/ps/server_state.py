@@ -12,7 +12,7 @@ from ...parameters.shards import flatten, is_dense
 from ...server.client import ServerClient
 from ...server.embedding_table import join, split
 from ...server.layout import ServerPart
-from ...server.shelf import pack, unpack
+from ...server.store import pack, unpack
 
 
 class ServerStateArchive:
@@ -25,8 +25,8 @@ class ServerStateArchive:
     def fetch(self, parameters: dict[str, torch.Tensor]) -> optimizer_state.OptimizerStates:
         """The optimizers' state; the parameters of the same moment go into `parameters`."""
         found: optimizer_state.OptimizerStates = [{} for _ in self.roster.optimizers]
-        told = [unpack(self._client.ask(link.number, "state")) for link in self._client.links]
-        for link, theirs in zip(self._client.links, told, strict=True):
+        told = [unpack(self._client.get_blob(link.number, "state")) for link in self._client.connections]
+        for link, theirs in zip(self._client.connections, told, strict=True):
             self._assemble(link.part, theirs, parameters, found)
         self._join_tables(told, found)
         return found
@@ -40,7 +40,7 @@ class ServerStateArchive:
     ) -> None:
         """What one server told of its blocks, into its places."""
         values, *kept = told
-        tables = {parcel.blocks[0].index for parcel in part.parcels if parcel.table is not None}
+        tables = {chunk.blocks[0].index for chunk in part.chunks if chunk.table is not None}
         for block in part.blocks:
             if block.index in tables:
                 continue
@@ -58,26 +58,26 @@ class ServerStateArchive:
     def _join_tables(self, told: list[list[dict[str, Any]]], found: optimizer_state.OptimizerStates) -> None:
         """What all servers told of the tables that only they have."""
         parts: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        for link, (_, *kept) in zip(self._client.links, told, strict=True):
-            for parcel in link.part.parcels:
-                if parcel.table is not None:
-                    mine = kept[parcel.optimizer][str(parcel.blocks[0].number)]
-                    parts.setdefault((parcel.optimizer, parcel.table.index), []).append(mine)
+        for link, (_, *kept) in zip(self._client.connections, told, strict=True):
+            for chunk in link.part.chunks:
+                if chunk.table is not None:
+                    mine = kept[chunk.optimizer][str(chunk.blocks[0].number)]
+                    parts.setdefault((chunk.optimizer, chunk.table.index), []).append(mine)
         for (optimizer, index), theirs in parts.items():
             found[optimizer][self.roster.names[index]] = join(theirs)
 
     def put(self, kept: optimizer_state.OptimizerStates) -> None:
         """Every server gets what it keeps of these."""
-        for link in self._client.links:
+        for link in self._client.connections:
             blocks: list[dict[str, Any]] = [{} for _ in kept]
-            for parcel in link.part.parcels:
-                for block in parcel.blocks:
-                    state = kept[parcel.optimizer].get(self.roster.names[block.index])
-                    if state is not None and parcel.table is not None:
-                        mine = split(state, link.number, len(self._client.links))
-                        blocks[parcel.optimizer][str(block.number)] = mine
+            for chunk in link.part.chunks:
+                for block in chunk.blocks:
+                    state = kept[chunk.optimizer].get(self.roster.names[block.index])
+                    if state is not None and chunk.table is not None:
+                        mine = split(state, link.number, len(self._client.connections))
+                        blocks[chunk.optimizer][str(block.number)] = mine
                     elif state is not None:
                         parameter = self.roster.parameters[block.index]
                         cut = optimizer_state.cut(state, parameter, block.start, block.stop)
-                        blocks[parcel.optimizer][str(block.number)] = cut
-            self._client.load(link.number, pack(blocks))
+                        blocks[chunk.optimizer][str(block.number)] = cut
+            self._client.load_state(link.number, pack(blocks))

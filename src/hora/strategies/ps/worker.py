@@ -1,7 +1,7 @@
 """Served: a worker whose parameters are the servers'. At a step it pushes its gradients and pulls the result.
 
     backward      as in plain PyTorch: `p.grad` is this worker's own, to be clipped or looked at
-    open_step     the gradients go to the servers, parcel by parcel, and the parameters come back
+    open_step     the gradients go to the servers, chunk by chunk, and the parameters come back
     step()        finds its groups empty: the optimizer's state is the servers', and so is the update
     after_step    the groups hold the parameters again
 
@@ -26,10 +26,10 @@ from ...errors import HoraError
 from ...parameters import hyperparameters, optimizer_state
 from ...parameters.registry import ParameterRegistry
 from ...server.client import ServerClient
-from ...server.embedding import tables_of
+from ...server.embedding import server_embeddings
 from ...server.layout import ParameterBlock
 from ...server.messages import BeginStep, ChunkReady
-from ...server.shelf import pack, unpack
+from ...server.store import pack, unpack
 from ..common import nonfinite
 from ..common.local_gradients import LocalGradients
 from ..common.sync import ExchangeCancelled, Snapshot, StepOutcome
@@ -67,7 +67,7 @@ class ParameterServerSync(LocalGradients):
         self._client: ServerClient
         self._flats: FlatParameters
         self._archive: ServerStateArchive
-        self._tables = {roster.index[id(table.rows)]: table for table in tables_of(roster.models)}
+        self._tables = {roster.index[id(table.rows)]: table for table in server_embeddings(roster.models)}
         if self._tables and (strategy.backup or strategy.correct == "dc"):
             option = "backup" if strategy.backup else "correct=dc"
             raise ValueError(f"{option} needs a copy of what a worker has read, and of a ServerEmbedding nobody keeps "
@@ -103,16 +103,16 @@ class ParameterServerSync(LocalGradients):
         )
         self._client, self._flats = self._outpost.client, self._outpost.flats
         if group.deadlocks is not None and self.lockstep:
-            self._client.notice = group.deadlocks.on_long_wait
+            self._client.pool.on_slow_wait = group.deadlocks.on_long_wait
             self._waits = group.deadlocks.scope("servers", self._doing, lambda: self._num_pushes)
         if self.lockstep:
             self._outpost.gather_mates(group)
         self._archive = ServerStateArchive(self.roster, self._client)
         if access.rank == 0:
-            self._client.fill(self._flats.values)
+            self._client.fill_parameters(self._flats.values)
             self._keep_standing()
         if access.joined:
-            self._take_standing(self._client.ask(0, STANDING))
+            self._take_standing(self._client.get_blob(0, STANDING))
         else:
             group.barrier("the servers have rank 0's parameters")
         if access.rank == 0:
@@ -242,7 +242,7 @@ class ParameterServerSync(LocalGradients):
     def push_pull(self, number: int, gradient: Callable[[ParameterBlock], torch.Tensor | None]) -> None:
         """One step of optimizer `number`: every block's gradient to its server, every block's parameters back."""
         if self._pushed:
-            self._client.hold()
+            self._client.freeze_base_versions()
             self._conclude(self._client.pull())
         self._num_pushes += 1
         self._pushed = True  # in part, if it is broken off
@@ -306,7 +306,7 @@ class ParameterServerSync(LocalGradients):
         if lags and self.strategy.mode != "sync":
             self._lag = sum(lags) / len(lags)
         if self.strategy.sync_every:
-            self._client.got(self._step)
+            self._client.acknowledge(self._step)
         if self.strategy.mode == "sync":
             self._conclude_sync(readies)
 
@@ -349,7 +349,7 @@ class ParameterServerSync(LocalGradients):
         if self._pushed:
             self._pushed = False
             with contextlib.suppress(HoraError):
-                self._client.drop(self._step)
+                self._client.drop_step(self._step)
         self._flats.clear()
         super().drop()
 
@@ -363,7 +363,7 @@ class ParameterServerSync(LocalGradients):
 
     def enter_loop(self) -> None:
         if not self.lockstep:
-            self._client.enter()
+            self._client.enter_loop()
 
     def leave_loop(self, finished: bool = True) -> None:
         """Waits for what is still on its way; where workers go their own ways, all take the newest there is."""
@@ -371,7 +371,7 @@ class ParameterServerSync(LocalGradients):
             self._conclude(self._client.pull())
         if self.lockstep:
             return
-        self._client.rest()
+        self._client.leave_loop()
         self._refresh()
         self._share_buffers()
 
@@ -380,7 +380,7 @@ class ParameterServerSync(LocalGradients):
         if self.access.rank == 0:
             self._keep_standing()
         else:
-            self._take_standing(self._client.ask(0, STANDING), self.loop)
+            self._take_standing(self._client.get_blob(0, STANDING), self.loop)
 
     def _standing(self) -> dict[str, torch.Tensor]:
         """What no server has: buffers, and parameters that no optimizer has."""
@@ -391,7 +391,7 @@ class ParameterServerSync(LocalGradients):
 
     def _keep_standing(self) -> None:
         standing = {name: tensor.detach().cpu() for name, tensor in self._standing().items()}
-        self._client.keep(0, STANDING, pack([{"loop": self.loop, **standing}]))
+        self._client.put_blob(0, STANDING, pack([{"loop": self.loop, **standing}]))
 
     def _take_standing(self, blob: bytes, loop: int = 0) -> None:
         """Rank 0's, unless they are from before this loop."""
@@ -406,10 +406,10 @@ class ParameterServerSync(LocalGradients):
                     mine[name].copy_(value)
 
     def post(self, what: str, words: bytes) -> None:
-        self._client.keep(0, what, words)
+        self._client.put_blob(0, what, words)
 
     def read(self, what: str) -> bytes:
-        return self._client.ask(0, what)
+        return self._client.get_blob(0, what)
 
     def _pulled(self) -> None:
         """Hook: the parameters are what was read."""
@@ -443,14 +443,14 @@ class ParameterServerSync(LocalGradients):
 
     def stats(self) -> list[bytes]:
         """What each server has done, as it tells it."""
-        return [self._client.ask(link.number, "stats") for link in self._client.links]
+        return [self._client.get_blob(link.number, "stats") for link in self._client.connections]
 
     def summary(self) -> str:
         wire = self.strategy.wire
         if wire == "fp32" or not self._num_pushes:
             return ""
         sent, plain = (num / self._num_pushes / 1e6 for num in (self._client.pushed_bytes, self._client.plain_bytes))
-        if not any(link.encodes for link in self._client.links):
+        if not any(link.encodes for link in self._client.connections):
             return f"wire={wire} had no effect: all servers are on this host, where gradients do not travel"
         return f"wire={wire}: pushes {sent:.1f} MB instead of {plain:.1f} MB per step"
 
@@ -489,10 +489,10 @@ class ParameterServerSync(LocalGradients):
                 buffer.copy_(buffers[name])
         self.home.barrier("before the servers' parameters are restored")
         if self.home.rank == 0:
-            self._client.fill(self._flats.values, self.steps)
+            self._client.fill_parameters(self._flats.values, self.steps)
             self._keep_standing()
         self.home.barrier("the servers' parameters are restored")
-        self._client.forget()
+        self._client.reset_error_feedback()
         self._refresh()
         self._buffer_versions = self.roster.signature()
 
