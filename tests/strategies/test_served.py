@@ -278,7 +278,7 @@ def test_two_parameters_in_one_memory_are_refused() -> None:
         one.prepare(model, test_models.sgd(model))
 
     for said in fail(script, "ps/2"):
-        assert said.startswith("ValueError: 1.weight and 0.weight are two parameters in one memory")
+        assert said.startswith("ValueError: parameters 1.weight and 0.weight share memory")
 
 
 @lines
