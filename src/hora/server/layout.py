@@ -191,11 +191,12 @@ def _pack(
         previous = kind
         offset = round_up(offset + num_bytes, ALIGN_BYTES)
     chunks = []
-    ends = [*(blocks[0].offset for blocks in groups[1:]), offset]
-    for number, (blocks, end) in enumerate(zip(groups, ends, strict=True)):
-        index, begin = blocks[0].index, blocks[0].offset
+    starts = [*(blocks[0].offset for blocks in groups), offset]
+    for number, blocks in enumerate(groups):
+        index = blocks[0].index
         row_numel = parameters[index].numel() // parameters[index].shape[0] if index in sparse else 0
-        chunks.append(Chunk(number, owner[index], tuple(blocks), begin, end - begin, row_numel))
+        num_bytes = starts[number + 1] - starts[number]
+        chunks.append(Chunk(number, owner[index], tuple(blocks), starts[number], num_bytes, row_numel))
     return ServerPart(tuple(chunks), offset)
 
 
