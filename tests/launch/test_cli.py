@@ -73,6 +73,22 @@ def test_bad_usage_is_one_line_and_exit_code_2(
     assert says in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["claims"], "hora: 'claims'"), (["bench", "allreduce", "-n", "2"], "hora bench: 'allreduce'")],
+)
+def test_commands_of_the_benchmarks_package_say_how_to_install_it(
+    arguments: list[str], says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hora.cli.plugins.command", lambda name: None)
+    assert main.main(arguments) == exit_codes.USAGE
+    out, err = capfd.readouterr()
+    assert out == "" and err == (
+        f"{says} needs the package hora-benchmarks, which is not installed; in a checkout of Hora's repository run: "
+        "pip install ./benchmarks\n"
+    )
+
+
 def test_what_the_machine_refuses_is_bad_usage_too(launcher: Launcher) -> None:
     for option, value in (("--bind", "192.0.2.1"), ("--log-dir", "/proc/nothing")):
         done = launcher.run("run", option, value, "hello.py")

@@ -30,6 +30,8 @@ class BenchGroup(click.Group):
 def bench(ctx: click.Context) -> None:
     """Measure Hora against its peers on this machine.
 
+    All but start need the package hora-benchmarks: in a checkout of Hora's repository, pip install ./benchmarks.
+
     \b
       hora bench start
       hora bench allreduce -n 2

@@ -34,8 +34,9 @@ def not_installed(ctx: click.Context, name: str) -> click.Command | None:
     """Raises the usage error of a command that needs hora_benchmarks; shell completion gets None."""
     if not ctx.resilient_parsing:
         raise click.UsageError(
-            f"{ctx.command_path} {name} needs the package hora-benchmarks, which is not installed: in a checkout of "
-            "Hora's repository run pip install ./benchmarks"
+            f"{name!r} needs the package hora-benchmarks, which is not installed; in a checkout of Hora's repository "
+            "run: pip install ./benchmarks",
+            ctx,
         )
     return None
 
