@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hora.runs import exit_codes
-from hora.terminal.screen import IDLE_S, REDRAW_S, TRACEBACK_S, RankStream, Sink, StreamLog, as_shown
+from hora.terminal.screen import IDLE_S, REDRAW_S, TRACEBACK_S, RankStream, StreamLog, as_shown
+from hora.terminal.sink import Sink
 from hora.terminal.tracebacks import TracebackAction, TracebackFold, exception_of, last_traceback, shorten
 from launching import SCRIPTS, Launcher
 
@@ -22,7 +23,7 @@ class Paper(Sink):
     """A sink that keeps what is put on it."""
 
     def __init__(self) -> None:
-        super().__init__(1, color=False)
+        super().__init__(1, color="never")
         self.text = ""
 
     def put(self, text: str) -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hora.terminal.footer import fitting
 from hora.terminal.format import num_cells
-from hora.terminal.screen import HIDDEN_S, IDLE_S, PANEL_S, RankStream, Screen
+from hora.terminal.screen import HIDDEN_S, IDLE_S, PANEL_S, RankStream, Screen, fit_panel
 from hora.terminal.tracebacks import TracebackAction
 
 pyte = pytest.importorskip("pyte", reason="the terminal that looks at the panel: pip install pyte")
@@ -278,9 +277,9 @@ def test_where_stderr_is_a_file_there_is_no_panel(tmp_path: Path) -> None:
 
 
 def test_what_a_lower_terminal_cannot_hold_is_counted() -> None:
-    assert fitting(["a", "b", "c"], 8) == ["a", "b", "c"]
-    assert fitting(["a", "b", "c", "d", "e"], 10) == ["a", "b", "c", " … 2 lines hidden"]
-    assert len(fitting(["a"] * 50, 1)) == 1
+    assert fit_panel(["a", "b", "c"], 8) == ["a", "b", "c"]
+    assert fit_panel(["a", "b", "c", "d", "e"], 10) == ["a", "b", "c", " … 2 lines hidden"]
+    assert len(fit_panel(["a"] * 50, 1)) == 1
 
 
 def test_columns_are_counted_without_escapes_and_with_wide_signs() -> None:

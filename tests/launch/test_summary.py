@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hora.monitor.run_state import RunState
+from hora.monitor.status import RunEvent
 from hora.runs import run_directory
 from hora.runs.run_directory import RunDirectory
 from hora.runs.summary import single_worker_speed, summary_lines
@@ -177,4 +178,5 @@ def test_text_from_elsewhere_is_made_harmless(text: str, wanted: str) -> None:
     ],
 )
 def test_an_event_is_one_line_that_says_what_it_was(kind: str, text: str, wanted: str) -> None:
-    assert format.happening(kind, "rank 1", text) == wanted
+    event = RunEvent(number=1, at=0.0, step=0, kind=kind, who="rank 1", text=text)
+    assert format.event_text(event) == wanted

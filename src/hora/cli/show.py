@@ -7,18 +7,18 @@ import datetime
 import json
 import os
 import shlex
-from typing import Any
 
 import click
 import msgspec
 
 from ..errors import HoraError
+from ..monitor.status import RunEvent
 from ..runs import exit_codes, run_directory
 from ..runs.digest import digest
 from ..runs.json_file import jsonable
 from ..runs.run_directory import RunRecord
 from ..runs.summary import single_worker_speed, steps_taken, summary_lines
-from ..terminal.format import happening, harmless, size
+from ..terminal.format import event_text, harmless, size
 
 EVENTS = 10
 
@@ -73,7 +73,7 @@ def _find(name: str, directory: str | None) -> RunRecord:
 def _json(found: RunRecord) -> str:
     shown = digest(found).as_json()
     events, problem = _events(found)
-    shown |= {"events": events, "memory": _database(found), "problem": problem or shown["problem"]}
+    shown |= {"events": msgspec.to_builtins(events), "memory": _database(found), "problem": problem or shown["problem"]}
     return json.dumps(jsonable({**shown, "record": {"run": found.config, "end": found.end}}), indent=2)
 
 
@@ -116,24 +116,20 @@ def _card(found: RunRecord) -> str:
     }
     lines = [(key, harmless(value, 4000)) for key, value in rows.items() if value not in (None, "")]
     summary = summary_lines(known.summary, single=single_worker_speed(begun, steps_taken(known.summary)))
-    for key, texts in (("summary", summary), ("events", [_event(event) for event in events])):
+    history = [f"{event.at:.1f} s, step {event.step}: {event_text(event)}" for event in events]
+    for key, texts in (("summary", summary), ("events", history)):
         lines += zip([key, *[""] * len(texts)], texts, strict=False)
     width = max(len(key) for key, _ in lines)
     return "\n".join(f"{key:<{width}}  {text}" for key, text in lines)
 
 
-def _event(event: dict[str, Any]) -> str:
-    return f"{event['at']:.1f} s, step {event['step']}: {happening(event['kind'], event['who'], event['text'])}"
-
-
-def _events(found: RunRecord) -> tuple[list[dict[str, Any]], str]:
+def _events(found: RunRecord) -> tuple[list[RunEvent], str]:
     """The last events of the run; and why there are none, if its database cannot be read."""
     try:
         reader = found.reader()
-        events = reader.events()[-EVENTS:] if reader is not None else []
+        return reader.events()[-EVENTS:] if reader is not None else [], ""
     except ValueError as problem:
         return [], str(problem)
-    return [msgspec.to_builtins(event) for event in events], ""
 
 
 def _database(found: RunRecord) -> str | None:

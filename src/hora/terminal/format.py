@@ -6,17 +6,21 @@ import math
 import re
 import unicodedata
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..monitor.status import RunEvent
 
 _ESCAPE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_X].*?(?:\x07|\x1b\\|$)|[ -/]*[0-~]?)|\x9b[0-?]*[ -/]*[@-~]", re.S
 )
-_MARKS_IN_A_ROW = 2
+_MAX_MARKS = 2
 _BEGINNINGS = {"checkpoint": "checkpoint", "restore": "restored", "skipped": "skipped:", "stop": "stopping:"}
 
 
 def harmless(text: object, limit: int = 200) -> str:
-    """One line without anything that moves, colours or hides: escapes, controls, signs that turn the direction of
-    writing, and towers of accents. What is longer than `limit` ends with …."""
+    """Untrusted text as one line without escape sequences, control and bidirectional characters, or stacked accents. A
+    line longer than `limit` is cut and ends with …."""
     raw = str(text)[: 8 * limit]
     if raw.isascii() and raw.isprintable():
         kept = raw
@@ -27,7 +31,7 @@ def harmless(text: object, limit: int = 200) -> str:
             marks = marks + 1 if kind in ("Mn", "Me") else 0
             if sign in "\t\n\r\v\f" or kind in ("Zl", "Zp"):
                 kept += " "
-            elif kind[0] != "C" and marks <= _MARKS_IN_A_ROW:
+            elif kind[0] != "C" and marks <= _MAX_MARKS:
                 kept += sign
         kept = " ".join(kept.split())
     return kept if len(kept) <= limit else f"{kept[: limit - 1]}…"
@@ -47,19 +51,19 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """The same for what ticks: whole seconds, as 12 s, 2 min 14 s."""
+    """A duration in whole seconds, for what counts up: 12 s, 2 min 14 s."""
     return f"{seconds:.0f} s" if 0 <= seconds < 59.5 else duration(max(60.0, seconds) if seconds > 0 else seconds)
 
 
 def number(value: float) -> str:
-    """A logged value, in four digits."""
+    """A logged value, in four significant digits."""
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return f"{int(value):,}" if value == int(value) and abs(value) < 1e7 else f"{value:.4g}"
 
 
 def rate(value: float) -> str:
-    """Of something per second: 3,210 or 4.2 or 0.031."""
+    """A number per second: 3,210 or 4.2 or 0.031."""
     if not math.isfinite(value):
         return "?"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
@@ -87,7 +91,7 @@ def size(num_bytes: float) -> str:
 
 
 def percent(share: float) -> str:
-    """As 43 %; not 100 % before all of it is there."""
+    """As 43 %; 100 % only for all of it."""
     return f"{99 if 0.985 < share < 1 else round(share * 100)} %"
 
 
@@ -96,15 +100,14 @@ def count(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}{'' if amount == 1 else 's'}"
 
 
-def happening(kind: str, who: str, text: str) -> str:
-    """An event of a run in one harmless line; the words alone of some kinds do not say what it was."""
+def event_text(event: RunEvent) -> str:
+    """An event of a run as one sanitised line. The kind is added where the text alone does not say it."""
+    kind, text = event.kind, event.text
     if kind in ("joined", "left", "died"):
-        words = f"{who} {kind}" + (f": {text}" if text else "")
+        text = f"{event.who} {kind}" + (f": {text}" if text else "")
     elif kind in _BEGINNINGS and not text.startswith(_BEGINNINGS[kind]):
-        words = f"{_BEGINNINGS[kind]} {text}"
-    else:
-        words = text or f"{who} {kind}"
-    return harmless(words.strip(), 300)
+        text = f"{_BEGINNINGS[kind]} {text}"
+    return harmless((text or f"{event.who} {kind}").strip(), 300)
 
 
 def num_cells(text: str) -> int:
