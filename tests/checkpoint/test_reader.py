@@ -82,61 +82,61 @@ def grow(path: pathlib.Path, num_bytes: int) -> None:
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "flipped": (lambda p: flip(p / "model.safetensors"), "model.safetensors has another hash"),
+    "flipped": (lambda p: flip(p / "model.safetensors"), "model.safetensors does not match its hash"),
     "truncated": (lambda p: os.truncate(p / "model.safetensors", 50), "model.safetensors has 50 bytes instead of"),
     "appended": (lambda p: grow(p / "model.safetensors", 5000), "model.safetensors has 5000 bytes instead of"),
     "missing": (lambda p: (p / "model.safetensors").unlink(), "model.safetensors is missing"),
-    "record flipped": (lambda p: flip(p / "state.json"), "state.json has another hash"),
+    "record flipped": (lambda p: flip(p / "state.json"), "state.json does not match its hash"),
     "record missing": (lambda p: (p / "state.json").unlink(), "state.json is missing"),
     "record no json": (lambda p: vouch(p, "state.json", b"{"), "state.json is not JSON"),
     "record nan": (lambda p: vouch(p, "state.json", b'{"a": NaN}'), "state.json is not JSON"),
     "record deep": (lambda p: vouch(p, "state.json", b"[" * 1000000), "state.json is not JSON"),
     "record digits": (lambda p: vouch(p, "state.json", b'{"a": ' + b"1" * 10000 + b"}"), "state.json is not JSON"),
     "record bytes": (lambda p: vouch(p, "state.json", b"\xff\xfe\xff"), "state.json is not JSON"),
-    "record list": (lambda p: vouch(p, "state.json", b"[]"), "state.json holds no object"),
+    "record list": (lambda p: vouch(p, "state.json", b"[]"), "state.json is not an object"),
     "record huge": (
         lambda p: (
             grow(p / "state.json", STATE_LIMIT_BYTES + 1),
             edit(p, lambda m: m["files"]["state.json"].update(bytes=STATE_LIMIT_BYTES + 1)),
         ),
-        f"state.json has {STATE_LIMIT_BYTES + 1} bytes, at most",
+        f"state.json has {STATE_LIMIT_BYTES + 1} bytes; the limit is",
     ),
     "manifest missing": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
-    "manifest empty": (lambda p: (p / "manifest.json").write_text(""), "manifest.json is no manifest"),
-    "manifest deep": (lambda p: (p / "manifest.json").write_text('{"a":' * 100000), "manifest.json is no manifest"),
-    "manifest bytes": (lambda p: (p / "manifest.json").write_bytes(b'{"\xff": 1}'), "manifest.json is no manifest"),
-    "manifest huge": (lambda p: grow(p / "manifest.json", 1 << 40), f"at most {MANIFEST_LIMIT_BYTES} are read"),
+    "manifest empty": (lambda p: (p / "manifest.json").write_text(""), "manifest.json is not a manifest"),
+    "manifest deep": (lambda p: (p / "manifest.json").write_text('{"a":' * 100000), "manifest.json is not a manifest"),
+    "manifest bytes": (lambda p: (p / "manifest.json").write_bytes(b'{"\xff": 1}'), "manifest.json is not a manifest"),
+    "manifest huge": (lambda p: grow(p / "manifest.json", 1 << 40), f"the limit is {MANIFEST_LIMIT_BYTES}"),
     "manifest of another step": (lambda p: edit(p, lambda m: m.update(step=90)), "manifest.json is of step 90"),
-    "manifest of another format": (lambda p: edit(p, lambda m: m.update(format=2)), "manifest.json is no manifest"),
-    "manifest without format": (lambda p: edit(p, lambda m: m.pop("format")), "manifest.json is no manifest"),
+    "manifest of another format": (lambda p: edit(p, lambda m: m.update(format=2)), "manifest.json is not a manifest"),
+    "manifest without format": (lambda p: edit(p, lambda m: m.pop("format")), "manifest.json is not a manifest"),
     "manifest without record": (
         lambda p: edit(p, lambda m: m["files"].pop("state.json")),
-        "manifest.json names no state.json",
+        "manifest.json does not list state.json",
     ),
     "size of text": (
         lambda p: edit(p, lambda m: m["files"]["state.json"].update(bytes="9")),
-        "manifest.json is no manifest",
+        "manifest.json is not a manifest",
     ),
     "size below zero": (
         lambda p: edit(p, lambda m: m["files"]["state.json"].update(bytes=-1)),
-        "manifest.json is no manifest",
+        "manifest.json is not a manifest",
     ),
     "hash of another kind": (
         lambda p: edit(p, lambda m: m["files"]["state.json"].update(sha256="00")),
-        "manifest.json is no manifest",
+        "manifest.json is not a manifest",
     ),
-    "name above": (name_outside("../../secret"), "manifest.json is no manifest"),
-    "name above, with ending": (name_outside("../x.safetensors"), "manifest.json is no manifest"),
-    "name absolute": (name_outside("/etc/passwd"), "manifest.json is no manifest"),
-    "name with newline": (name_outside("x.safetensors\n"), "manifest.json is no manifest"),
-    "name hidden": (name_outside(".x.safetensors"), "manifest.json is no manifest"),
+    "name above": (name_outside("../../secret"), "manifest.json is not a manifest"),
+    "name above, with ending": (name_outside("../x.safetensors"), "manifest.json is not a manifest"),
+    "name absolute": (name_outside("/etc/passwd"), "manifest.json is not a manifest"),
+    "name with newline": (name_outside("x.safetensors\n"), "manifest.json is not a manifest"),
+    "name hidden": (name_outside(".x.safetensors"), "manifest.json is not a manifest"),
     "file is a link": (lambda p: replace_by_link(p / "model.safetensors"), "model.safetensors is a symbolic link"),
     "record is a link": (lambda p: replace_by_link(p / "state.json"), "state.json is a symbolic link"),
     "manifest is a link": (lambda p: replace_by_link(p / "manifest.json"), "manifest.json is a symbolic link"),
     "file is a pipe": (lambda p: replace_by_pipe(p / "model.safetensors"), "model.safetensors is not a file"),
     "file is a folder": (lambda p: replace_by_folder(p / "model.safetensors"), "model.safetensors"),
-    "folder is a link": (link_the_folder, "it is no directory that can be opened"),
-    "folder is a file": (lambda p: (shutil.rmtree(p), p.write_text("x")), "it is no directory that can be opened"),
+    "folder is a link": (link_the_folder, "it cannot be opened as a directory"),
+    "folder is a file": (lambda p: (shutil.rmtree(p), p.write_text("x")), "it cannot be opened as a directory"),
     "folder is empty": (lambda p: (shutil.rmtree(p), p.mkdir()), "manifest.json is missing"),
 }
 
@@ -152,7 +152,7 @@ def test_damage_is_named_once_and_the_next_older_is_taken(
     assert found is not None and found.step == 100 and found.record == {"step": 100}
     assert torch.equal(found.tensors("model")["w"], torch.full((64,), 100.0))
     (warning,) = (record.getMessage() for record in caplog.records)
-    assert warning.startswith("step-120 is damaged: ") and warning.endswith("; going back to step-100")
+    assert warning.startswith("step-120 is damaged: ") and warning.endswith("; trying step-100")
     assert reason in warning
 
 
@@ -162,7 +162,7 @@ def test_all_damaged_is_an_error_that_names_each(two: pathlib.Path) -> None:
     with pytest.raises(HoraError) as raised:
         newest(two)
     assert str(raised.value) == (
-        f"no checkpoint in {two} is valid: step-120 is damaged: model.safetensors has another hash; "
+        f"no checkpoint in {two} is valid: step-120 is damaged: model.safetensors does not match its hash; "
         "step-100 is damaged: manifest.json is missing"
     )
 
@@ -207,10 +207,10 @@ def test_what_is_damaged_after_it_was_found_is_refused_when_read(two: pathlib.Pa
     found = newest(two)
     assert found is not None
     flip(two / "step-120" / "model.safetensors")
-    with pytest.raises(HoraError, match=r"step-120 is damaged: model.safetensors has another hash"):
+    with pytest.raises(HoraError, match=r"step-120 is damaged: model.safetensors does not match its hash"):
         found.tensors("model")
     shutil.rmtree(two / "step-120")
-    with pytest.raises(HoraError, match="step-120 is damaged: it is no directory"):
+    with pytest.raises(HoraError, match="step-120 is damaged: it cannot be opened as a directory"):
         found.read("model")
 
 
@@ -218,7 +218,7 @@ def test_a_stem_that_is_not_there_is_the_callers_mistake(two: pathlib.Path) -> N
     found = newest(two)
     assert found is not None
     for stem in ("ema", "../step-100/model", "state.json"):
-        with pytest.raises(ValueError, match=r"holds no .*, only model"):
+        with pytest.raises(ValueError, match=r"has no .*, only model"):
             found.read(stem)
 
 
@@ -240,5 +240,5 @@ def test_bytes_that_are_vouched_for_but_no_safetensors_are_refused(word: str, tw
     vouch(two / "step-120", "model.safetensors", NOT_SAFETENSORS[word])
     found = newest(two)
     assert found is not None and found.read("model") == NOT_SAFETENSORS[word]
-    with pytest.raises(HoraError, match=r"model.safetensors is no safetensors file"):
+    with pytest.raises(HoraError, match=r"model.safetensors is not a safetensors file"):
         found.tensors("model")

@@ -17,7 +17,7 @@ import safetensors
 import torch
 
 from hora.checkpoint import newest, save
-from hora.checkpoint.tensorfile import DTYPES, PIECE_BYTES
+from hora.checkpoint.tensor_file import DTYPES, PIECE_BYTES
 from hora.errors import HoraError
 
 SHAPES = [(), (0,), (1,), (3, 0, 2), (5, 3), (2, 3, 4, 5)]
@@ -161,7 +161,7 @@ def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tmp_path: pa
 
 
 def test_keep_below_two_is_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match="keep=1: at least two"):
+    with pytest.raises(ValueError, match="keep=1: at least 2"):
         put(tmp_path, 1, keep=1)
     assert names(tmp_path) == []
 
@@ -188,18 +188,18 @@ def test_values_that_are_not_finite_are_refused_by_name_and_count(
 @pytest.mark.parametrize(
     ("tensors", "record", "words"),
     [
-        ({"../x": {}}, {}, "'../x' cannot be the name"),
-        ({".hidden": {}}, {}, "'.hidden' cannot be the name"),
-        ({"a\n": {}}, {}, "cannot be the name"),
-        ({"m": {"w": torch.ones(2, dtype=torch.complex128)}}, {}, "'w' in m.safetensors is of torch.complex128"),
-        ({"m": {"w": torch.eye(2).to_sparse()}}, {}, "'w' in m.safetensors is torch.sparse_coo"),
-        ({"m": {"w": torch.ones(2, device="meta")}}, {}, "'w' in m.safetensors has no values"),
-        ({"m": {"w": 3}}, {}, "'w' in m.safetensors is a int, not a tensor"),
-        ({"m": {"__metadata__": torch.ones(2)}}, {}, "no tensor may be called '__metadata__'"),
+        ({"../x": {}}, {}, "'../x' is not a valid file name"),
+        ({".hidden": {}}, {}, "'.hidden' is not a valid file name"),
+        ({"a\n": {}}, {}, "is not a valid file name"),
+        ({"m": {"w": torch.ones(2, dtype=torch.complex128)}}, {}, "'w' in m.safetensors has dtype torch.complex128"),
+        ({"m": {"w": torch.eye(2).to_sparse()}}, {}, "'w' in m.safetensors has layout torch.sparse_coo"),
+        ({"m": {"w": torch.ones(2, device="meta")}}, {}, "'w' in m.safetensors is on the meta device"),
+        ({"m": {"w": 3}}, {}, "'w' in m.safetensors has type int, expected a tensor"),
+        ({"m": {"__metadata__": torch.ones(2)}}, {}, "the tensor name '__metadata__' is reserved"),
         ({"m": {"\ud800": torch.ones(2)}}, {}, "surrogates not allowed"),
-        ({}, {"a": {1, 2}}, "record must be plain JSON"),
-        ({}, {"a": math.nan}, "record must be plain JSON"),
-        ({}, {"a": "x" * (65 << 20)}, "can be read back"),
+        ({}, {"a": {1, 2}}, "record must be JSON data"),
+        ({}, {"a": math.nan}, "record must be JSON data"),
+        ({}, {"a": "x" * (65 << 20)}, "the limit is"),
     ],
     ids=lambda value: ascii(value)[:40],
 )
@@ -287,7 +287,7 @@ def test_what_cannot_be_pruned_costs_a_warning_only(
         put(tmp_path, 3)
     assert names(tmp_path) == ["step-1", "step-2", "step-3"]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/step-3 is written, but what it replaces could not be removed: [Errno 13] Permission denied"
+        f"{tmp_path}/step-3 is written, but older checkpoints could not be removed: [Errno 13] Permission denied"
     ]
 
 

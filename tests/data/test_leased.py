@@ -436,7 +436,9 @@ def test_a_batch_that_cannot_travel_names_its_type() -> None:
         finally:
             worker.desk.close()
 
-    with pytest.raises(HoraError, match=r"rank 0 could not hand out samples: .*the batch is an object; what is handed"):
+    with pytest.raises(
+        HoraError, match=r"rank 0 could not hand out samples: .*the batch has type object; what is handed"
+    ):
         run(2, work, leased=False)
 
 

@@ -1,15 +1,15 @@
-"""Checkpoints on disk: directories DIR/step-N that are whole or not there. Ranks and groups are not known here.
+"""Checkpoints on disk: directories DIR/step-N that are complete or absent. Knows nothing of ranks and groups.
 
-tree        any nest of state -> plain data and named tensors, and back
-tensorfile  named tensors -> the bytes of a safetensors file, and back
-manifest    which files make a checkpoint, their sizes and hashes
-writer      save: written aside, synced, renamed; older ones are pruned
-reader      newest, Checkpoint: verified before anything of it is used
+state_codec   nested state <-> plain data and named tensors
+tensor_file   named tensors <-> the bytes of a safetensors file
+manifest      the files of a checkpoint, their sizes and hashes; the names on disk
+writer        save: write to a hidden directory, sync, rename; prune older checkpoints
+reader        newest, find: a Checkpoint, verified before use
 """
 
 from .reader import Checkpoint, find, newest
-from .tensorfile import parse
-from .tree import decode, encode
+from .state_codec import decode, encode
+from .tensor_file import parse
 from .writer import save
 
 __all__ = ["Checkpoint", "decode", "encode", "find", "newest", "parse", "save"]

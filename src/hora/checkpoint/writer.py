@@ -1,11 +1,11 @@
-"""Writer: puts a checkpoint on disk so that, whenever it is killed, the newest valid one is the old or the new.
+"""Writer: saves a checkpoint so that, if it is killed at any point, the newest valid one is the old or the new one.
 
-1. check    nothing is written unless everything can be written and every value is finite
-2. draft    a hidden directory beside: every file synced, the manifest last, then the directory
-3. put      the draft is renamed to step-N; one that is there already waits as step-N.old, which readers know too
-4. tidy     all but the newest valid ones go, and what killed writers left; a failure here costs disk space only
+1. check     everything can be written, and every value is finite
+2. draft     write to a hidden directory: every file synced, the manifest last, then the directory
+3. publish   rename the draft to step-N; an existing step-N is moved to step-N.old, which readers know too
+4. prune     remove all but the newest valid checkpoints, and what killed writers left; a failure here is only logged
 
-A directory is removed in two moves, hidden first, so that no half of one is ever taken for a checkpoint.
+A directory is renamed to a hidden name before it is removed, so that a partial one is never taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import HoraError
-from .manifest import MANIFEST, OLD, STATE, STATE_LIMIT_BYTES, STEM, TENSORS, Damaged, Manifest, ManifestEntry, places
-from .reader import verified
-from .tensorfile import TensorFile
+from .manifest import MANIFEST, OLD, STATE, STATE_LIMIT_BYTES, STEM, TENSORS, Manifest, ManifestEntry, list_checkpoints
+from .reader import is_valid
+from .tensor_file import TensorFile
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ LEFTOVER_AGE_S = 3600.0
 
 _HIDDEN = re.compile(r"\.step-[0-9]{1,18}\.([1-9][0-9]{0,6})\.[0-9a-f]{16}")
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _Content = Iterable[bytes | memoryview]
 
@@ -50,27 +50,26 @@ def save(
     keep: int = 2,
     infinite: Collection[str] = (),
 ) -> Path:
-    """Writes `directory`/step-`step`, prunes all but the `keep` newest valid ones up to it, and returns its path.
+    """Write `directory`/step-`step`, prune all but the `keep` newest valid ones up to it, and return its path.
 
-    When it returns, the checkpoint outlasts a power cut. When it raises, nothing half-written is left and the older
-    ones are untouched: ValueError for what a checkpoint cannot hold, HoraError for values that are not finite and for
-    what the disk refused. `tensors` maps a file's stem to named tensors, on any device, with any strides, sharing
-    memory or not; those named in `infinite` need not be finite. `record` is what JSON can hold. Newer checkpoints are
-    left alone. One writer at a time per directory; blocks until the disk has everything, and reads `keep` - 1 older
-    checkpoints to know that they are valid.
+    When it returns, the checkpoint survives a power failure. When it raises, nothing partial is left and older ones are
+    untouched: ValueError for what a checkpoint cannot hold, HoraError for values that are not finite and for errors of
+    the disk. `tensors` maps a file's stem to named tensors, on any device, with any strides, shared memory or not;
+    those named in `infinite` need not be finite. `record` is JSON data. Newer checkpoints are left alone. One writer at
+    a time per directory. Blocks until everything is on disk, and reads `keep` - 1 older checkpoints to verify them.
     """
     if keep < 2:
-        raise ValueError(f"keep={keep}: at least two checkpoints are kept, since the newest may turn out damaged")
+        raise ValueError(f"keep={keep}: at least 2 checkpoints are kept, since the newest may turn out damaged")
     if not 0 <= step < 10**18:
-        raise ValueError(f"step={step}: a checkpoint's step is a number from 0")
+        raise ValueError(f"step={step}: must be at least 0 and below 10**18")
     contents = _check(tensors, record, infinite)
     path = Path(os.path.abspath(directory)) / f"step-{step}"
     try:
         _make_directory(path.parent)
-        draft = _hidden(path)
+        draft = _hidden_name(path)
         try:
-            _draft(draft, step, contents)
-            _put(draft, path)
+            _write_draft(draft, step, contents)
+            _publish(draft, path, step)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
@@ -80,47 +79,43 @@ def save(
             f"checkpoint {path} could not be written: {error.strerror or error}; older ones are untouched"
         ) from error
     try:
-        _tidy(path, step, keep)
+        _prune(path, step, keep)
     except OSError as error:
-        log.warning("%s is written, but what it replaces could not be removed: %s", path, error)
+        log.warning("%s is written, but older checkpoints could not be removed: %s", path, error)
     return path
 
 
 def _check(
     tensors: Mapping[str, Mapping[str, Tensor]], record: dict[str, Any], infinite: Collection[str]
 ) -> dict[str, _Content]:
-    """What every file will hold; nothing is copied yet."""
+    """The content of every file; nothing is copied yet."""
     files = []
     for stem, named in tensors.items():
         if not re.fullmatch(STEM, stem):
-            raise ValueError(f"{stem!r} cannot be the name of a checkpoint's file: use letters, digits, '_' and '-'")
+            raise ValueError(f"{stem!r} is not a valid file name in a checkpoint: use letters, digits, '_' and '-'")
         files.append(TensorFile(stem + TENSORS, named))
     try:
         state = json.dumps(record, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"a checkpoint's record must be plain JSON ({error}); encode() makes it so") from None
+        raise ValueError(f"a checkpoint's record must be JSON data ({error}); encode() converts it") from None
     if len(state) > STATE_LIMIT_BYTES:
-        raise ValueError(f"a checkpoint's record has {len(state)} bytes, at most {STATE_LIMIT_BYTES} can be read back")
+        raise ValueError(f"a checkpoint's record has {len(state)} bytes; the limit is {STATE_LIMIT_BYTES}")
     for file in files:
         file.check_finite(infinite)
     return {**{file.name: file.pieces() for file in files}, STATE: [state]}
 
 
-def _draft(draft: Path, step: int, contents: Mapping[str, _Content]) -> None:
+def _write_draft(draft: Path, step: int, contents: Mapping[str, _Content]) -> None:
     os.mkdir(draft)
-    folder = os.open(draft, _FOLDER | os.O_NOFOLLOW)
-    try:
-        entries = {name: _write(folder, name, content) for name, content in contents.items()}
-        _write(folder, MANIFEST, [Manifest(format=1, step=step, files=entries).to_json()])
-        _sync(folder)
-    finally:
-        os.close(folder)
+    with _open(draft, _DIRECTORY | os.O_NOFOLLOW) as directory:
+        entries = {name: _write(directory, name, content) for name, content in contents.items()}
+        _write(directory, MANIFEST, [Manifest(format=1, step=step, files=entries).to_json()])
+        _sync(directory)
 
 
-def _write(folder: int, name: str, content: _Content) -> ManifestEntry:
+def _write(directory: int, name: str, content: _Content) -> ManifestEntry:
     digest, num_bytes = hashlib.sha256(), 0
-    file = os.open(name, _NEW_FILE, 0o666, dir_fd=folder)
-    try:
+    with _open(name, _NEW_FILE, directory) as file:
         for piece in content:
             rest = memoryview(piece)
             digest.update(rest)
@@ -128,16 +123,14 @@ def _write(folder: int, name: str, content: _Content) -> ManifestEntry:
             while rest:
                 rest = rest[os.write(file, rest) :]
         os.fsync(file)
-    finally:
-        os.close(file)
     return ManifestEntry(sha256=digest.hexdigest(), num_bytes=num_bytes)
 
 
-def _put(draft: Path, path: Path) -> None:
+def _publish(draft: Path, path: Path, step: int) -> None:
     if os.path.lexists(path):
         old = path.with_name(path.name + OLD)
-        if not _is_valid(path, int(path.name.removeprefix("step-"))):
-            _discard(path)  # `old` stays where it is: it may be the valid one
+        if not is_valid(path, step):
+            _discard(path)  # `old` stays: it may be the valid one
         else:
             if os.path.lexists(old):
                 _discard(old)
@@ -145,46 +138,37 @@ def _put(draft: Path, path: Path) -> None:
     os.rename(draft, path)
 
 
-def _tidy(path: Path, step: int, keep: int) -> None:
+def _prune(path: Path, step: int, keep: int) -> None:
     valid = {step}
-    for place in places(path.parent):
-        if place.step > step or place.path == path:
+    for other_step, other in list_checkpoints(path.parent):
+        if other_step > step or other == path:
             continue
-        if place.step in valid or len(valid) == keep:
-            _discard(place.path)
-        elif _is_valid(place.path, place.step):
-            valid.add(place.step)
-    for left in list(path.parent.iterdir()):
-        match = _HIDDEN.fullmatch(left.name)
-        if match and (_is_gone(int(match[1])) or time.time() - left.lstat().st_mtime > LEFTOVER_AGE_S):
-            _remove(left)
+        if other_step in valid or len(valid) == keep:
+            _discard(other)
+        elif is_valid(other, other_step):
+            valid.add(other_step)
+    for leftover in list(path.parent.iterdir()):
+        match = _HIDDEN.fullmatch(leftover.name)
+        if match and (not _is_alive(int(match[1])) or time.time() - leftover.lstat().st_mtime > LEFTOVER_AGE_S):
+            _remove(leftover)
 
 
-def _is_valid(path: Path, step: int) -> bool:
-    try:
-        verified(path, step)
-    except Damaged:
-        return False
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(PermissionError):  # a process of another user
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
     return True
 
 
-def _is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
-
-
-def _hidden(path: Path) -> Path:
-    """A new name beside `path` that readers pass over and that tells who made it."""
+def _hidden_name(path: Path) -> Path:
+    """A new name beside `path` that readers ignore, with the pid of this process."""
     return path.with_name(f".{path.name.removesuffix(OLD)}.{os.getpid()}.{secrets.token_hex(8)}")
 
 
 def _discard(path: Path) -> None:
-    hidden = _hidden(path)
+    hidden = _hidden_name(path)
     os.rename(path, hidden)
     _remove(hidden)
 
@@ -200,22 +184,28 @@ def _make_directory(directory: Path) -> None:
     if directory.is_dir():
         return
     _make_directory(directory.parent)
-    with contextlib.suppress(FileExistsError):  # by another, just now; or a file, which opening it as a directory tells
+    with contextlib.suppress(FileExistsError):  # made by another process, or a file, which _sync_directory reports
         os.mkdir(directory)
     _sync_directory(directory.parent)
 
 
-def _sync_directory(directory: Path) -> None:
-    folder = os.open(directory, _FOLDER)
-    try:
-        _sync(folder)
-    finally:
-        os.close(folder)
+def _sync_directory(path: Path) -> None:
+    with _open(path, _DIRECTORY) as directory:
+        _sync(directory)
 
 
-def _sync(folder: int) -> None:
+def _sync(directory: int) -> None:
     try:
-        os.fsync(folder)
+        os.fsync(directory)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # file systems that cannot sync a directory say so like this
+        if error.errno != errno.EINVAL:  # the file system cannot sync directories
             raise
+
+
+@contextlib.contextmanager
+def _open(path: str | Path, flags: int, directory: int | None = None) -> Iterator[int]:
+    descriptor = os.open(path, flags, 0o666, dir_fd=directory)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from .. import checkpoint
-from ..checkpoint.tensorfile import TensorFile
+from ..checkpoint.tensor_file import TensorFile
 from ..coordinator import CoordinatorConnection, CoordinatorEvent
 from ..errors import HoraError, PeerLost, Timeout
 from ..net import handshake

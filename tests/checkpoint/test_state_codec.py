@@ -129,16 +129,16 @@ class Thing:
     [
         (
             {"scheduler": {"lr_lambdas": [lambda step: 1.0]}},
-            "scheduler.lr_lambdas[0] is a function, which a checkpoint",
+            "scheduler.lr_lambdas[0] has type function, which a checkpoint",
         ),
-        ({"a": {3: (Thing(),)}}, "a[3][0] is a Thing, which"),
-        (object(), "the tree is an object, which"),
-        ({"a": {(1, 2): 3}}, "a has a tuple as a key"),
-        ({"a": {(1, 2)}}, "a{} is a tuple"),
-        ([frozenset()], "[0] is a frozenset"),
-        ({"device": torch.device("cpu")}, "device is a device"),
-        ({"generator": torch.Generator()}, "generator is a Generator"),
-        ({"c": 1j}, "c is a complex"),
+        ({"a": {3: (Thing(),)}}, "a[3][0] has type Thing, which"),
+        (object(), "the tree has type object, which"),
+        ({"a": {(1, 2): 3}}, "a key of a has type tuple"),
+        ({"a": {(1, 2)}}, "a{} has type tuple"),
+        ([frozenset()], "[0] has type frozenset"),
+        ({"device": torch.device("cpu")}, "device has type device"),
+        ({"generator": torch.Generator()}, "generator has type Generator"),
+        ({"c": 1j}, "c has type complex"),
     ],
 )
 def test_what_cannot_be_held_is_named_by_place_and_type(tree: Any, words: str) -> None:
