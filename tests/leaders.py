@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hora.collectives import Group
-from hora.compression.exchange import SUM, CompressedSum
+from hora.compression.compressed_sum import SUM, CompressedSum
 
 
 def numbers(numel: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:

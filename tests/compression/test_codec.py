@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from hora.compression.codec import BLOCK, NAMES, make_codec
+from hora.compression.codec import BLOCK, make_codec
+from hora.compression.names import NAMES
 
 LENGTHS = (0, 1, 3, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 7)
 DENSE = ("fp16", "bf16", "int8")

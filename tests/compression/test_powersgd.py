@@ -23,7 +23,7 @@ def test_a_matrix_of_low_rank_is_exact_after_a_few_calls(size: int) -> None:
     """Every leader's has rank 1, their sum at most rank 3."""
 
     def script(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        exchange = Compressor("powersgd", rank=4).exchange(0, N * M, [Matrix(0, N, M)])
+        exchange = Compressor("powersgd", rank=4).sum_for(0, N * M, [Matrix(0, N, M)])
         first = add_up(group, exchange, low(1, group.rank).view(-1))
         for _ in range(3):
             last = add_up(group, exchange, low(1, group.rank).view(-1))
@@ -40,7 +40,7 @@ def test_what_the_rank_does_not_hold_arrives_in_time() -> None:
     """A matrix of full rank, the same in every call, through rank 2: the mean of what arrives becomes the sum."""
 
     def script(group: Group) -> list[float]:
-        exchange = Compressor("powersgd", rank=2).exchange(0, N * M, [Matrix(0, N, M)])
+        exchange = Compressor("powersgd", rank=2).sum_for(0, N * M, [Matrix(0, N, M)])
         mine, wanted = numbers(N * M, group.rank), numbers(N * M, 0) + numbers(N * M, 1)
         arrived, errors = torch.zeros(N * M), []
         for number in range(1, 121):
@@ -60,7 +60,7 @@ def test_what_is_no_matrix_or_would_not_shrink_is_exact() -> None:
     apart = [*range(5), *range(5 + N * M, numel)]
 
     def script(group: Group) -> torch.Tensor:
-        return add_up(group, Compressor("powersgd").exchange(0, numel, matrices), numbers(numel, group.rank).round())
+        return add_up(group, Compressor("powersgd").sum_for(0, numel, matrices), numbers(numel, group.rank).round())
 
     wanted = numbers(numel, 0).round() + numbers(numel, 1).round()
     for found in ranks.run(2, script):
@@ -75,8 +75,8 @@ def test_bytes_are_those_of_two_rings_of_thin_matrices(size: int) -> None:
 
     def script(group: Group) -> tuple[int, int]:
         wire = Compressor("powersgd", rank=rank)
-        add_up(group, wire.exchange(0, numel, [Matrix(0, rows, columns)]), numbers(numel, group.rank))
-        return wire.tally.sent_bytes, wire.tally.plain_bytes
+        add_up(group, wire.sum_for(0, numel, [Matrix(0, rows, columns)]), numbers(numel, group.rank))
+        return wire.savings.sent_bytes, wire.savings.plain_bytes
 
     for sent, plain in ranks.run(size, script):
         assert sent == 2 * (size - 1) * 4 * (rank * (rows + columns) + rest) // size
@@ -86,8 +86,8 @@ def test_bytes_are_those_of_two_rings_of_thin_matrices(size: int) -> None:
 def test_without_a_matrix_it_is_a_ring() -> None:
     def script(group: Group) -> torch.Tensor:
         wire = Compressor("powersgd")
-        found = add_up(group, wire.exchange(0, 500), numbers(500, group.rank).round())
-        assert wire.tally.sent_bytes == wire.tally.plain_bytes > 0
+        found = add_up(group, wire.sum_for(0, 500), numbers(500, group.rank).round())
+        assert wire.savings.sent_bytes == wire.savings.plain_bytes > 0
         return found
 
     for found in ranks.run(2, script):
@@ -97,7 +97,7 @@ def test_without_a_matrix_it_is_a_ring() -> None:
 @pytest.mark.parametrize("scale", [1e-25, 1e-10, 1.0, 1e10, 1e25])
 def test_size_does_not_matter(scale: float) -> None:
     def script(group: Group) -> torch.Tensor:
-        exchange = Compressor("powersgd").exchange(0, N * M, [Matrix(0, N, M)])
+        exchange = Compressor("powersgd").sum_for(0, N * M, [Matrix(0, N, M)])
         for _ in range(3):
             found = add_up(group, exchange, low(1, group.rank).view(-1) * scale)
         return found
@@ -110,7 +110,7 @@ def test_zeros_and_what_is_not_finite_leave_no_trace() -> None:
     """A layer without a gradient, then a NaN, then as before."""
 
     def script(group: Group) -> torch.Tensor:
-        exchange = Compressor("powersgd").exchange(0, N * M, [Matrix(0, N, M)])
+        exchange = Compressor("powersgd").sum_for(0, N * M, [Matrix(0, N, M)])
         assert not bool(add_up(group, exchange, torch.zeros(N * M)).any())
         bad = low(1, group.rank).view(-1)
         bad[7] = float("nan") if group.rank else 1.0
@@ -157,7 +157,7 @@ def test_double_precision_without_a_matrix_goes_through_float32() -> None:
     """The exchange sends less than a ring of doubles would, though nothing in it shrinks."""
 
     def script(group: Group) -> torch.Tensor:
-        return add_up(group, Compressor("powersgd").exchange(0, 500), numbers(500, group.rank).round().double())
+        return add_up(group, Compressor("powersgd").sum_for(0, 500), numbers(500, group.rank).round().double())
 
     for found in ranks.run(2, script):
         assert found.equal((numbers(500, 0).round() + numbers(500, 1).round()).double())

@@ -1,1 +1,1 @@
-"""Wire: what travels between hosts in fewer bytes than it has."""
+"""Gradient compression between hosts: codecs, and all-reduces of encoded vectors with error feedback."""

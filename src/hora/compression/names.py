@@ -1,4 +1,4 @@
-"""Names: which wires there are, and what is wrong with the options of one. Nothing here imports torch."""
+"""Names of the codecs (`wire=…`), and checks of their options. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ POWERSGD = "powersgd"
 ALL_NAMES = (*NAMES, POWERSGD)
 TOPK = 0.01
 
-_LONG = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "top-k": "topk"}
+_ALIASES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "top-k": "topk"}
 
 
 def check_name(name: str, names: tuple[str, ...] = NAMES) -> None:
-    """ValueError, with what exists, for a name that is not one of them."""
+    """ValueError, with the supported names, for any other."""
     if name not in names:
-        meant = _LONG.get(name)
+        meant = _ALIASES.get(name)
         hint = f"; did you mean {meant}?" if meant in names else ""
         raise ValueError(f"wire={name!r} is unknown; there are: {', '.join(names)}{hint}")
 
 
 def check_share(share: float) -> None:
-    """ValueError for a share of elements that topk cannot keep."""
     if not 0.0 < share <= 1.0:
         raise ValueError(f"topk takes a share of the elements above 0 and up to 1, not {share}")
 
 
 def check(wire: str, topk: float | None, rank: int | None = None, names: tuple[str, ...] = NAMES) -> None:
-    """ValueError for options of a strategy that cannot be, or that would do nothing; None is one that was left out."""
+    """ValueError for options that are invalid or would have no effect; None is an option that was left out."""
     check_name(wire, names)
     if topk is not None:
         if wire != "topk":

@@ -1,18 +1,18 @@
-"""PowerSGD (Vogels, Karimireddy and Jaggi 2019): matrices travel as products of two thin ones.
+"""PowerSGD (Vogels, Karimireddy and Jaggi 2019): matrices are sent as products of two thin ones.
 
-For every matrix M of n × m in the vector, its share of error feedback included, and Q of m × rank as the last call left
-it (warm start; at first random, the same on all leaders):
+For every matrix M of n × m in the vector, its residual included, and Q of m × rank from the last call (warm start; at
+first random, the same on all leaders):
 
-    P           each leader's M·Q, added up by a ring, then made orthonormal by everybody alike
-    Q           each leader's Mᵀ·P, added up by a ring: P·Qᵀ is the sum's best approximation in the space of P
-    feedback    a leader owes what of its own M that space does not hold, M − P·(Mᵀ·P)ᵀ
+    P           each leader's M·Q, summed by a ring, then made orthonormal by each leader
+    Q           each leader's Mᵀ·P, summed by a ring: P·Qᵀ is the sum's best approximation in the space of P
+    residual    what of a leader's own M that space does not hold, M − P·(Mᵀ·P)ᵀ
 
-What is no matrix, or would not shrink (rank·(n + m) ≥ n·m), goes with P as it is.
+What is not a matrix, or would not shrink (rank·(n + m) ≥ n·m), is sent with P as it is.
 
 Sent by each leader: 2(h−1)/h of 4 bytes for rank·(n + m) numbers per matrix and for each element of the rest.
 
-What everybody computes alike is made of single additions, multiplications, divisions and roots of float32, which are
-the same bits on any processor; matrix products, which are not, are only taken of what is then added up.
+What all leaders must compute alike uses single additions, multiplications, divisions and roots of float32, which give
+the same bits on any processor. Matrix products, which do not, are only taken of what is then summed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ import torch
 
 from ..collectives import ring
 from ..collectives.group import Group
-from .exchange import SUM, CompressedSum, is_finite
-from .savings import CompressionSavings
+from .compressed_sum import SUM, CompressedSum, CompressionSavings
 
 NEGLIGIBLE = 1e-5  # a column of which less than this is new holds rounding errors only
 SEED = 1
 
+State = tuple[list[torch.Tensor], list[torch.Tensor] | None]  # by matrix: Q for the next call, and the residual
+
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Elements of a vector from `offset` on that are `rows` × `columns`."""
+    """`rows` × `columns` elements of a vector from `offset` on."""
 
     offset: int
     rows: int
@@ -53,60 +54,51 @@ class Matrix:
 
 
 class PowerSGDSum(CompressedSum):
-    """`matrices` lie side by side or apart in the vector, in order."""
+    """`matrices` are in the order of the vector, contiguous or not."""
 
-    def __init__(self, name: str, numel: int, tally: CompressionSavings, matrices: Sequence[Matrix], rank: int) -> None:
-        super().__init__(name, numel, tally)
+    def __init__(
+        self, name: str, numel: int, savings: CompressionSavings, matrices: Sequence[Matrix], rank: int
+    ) -> None:
         self._rank = rank
         self._matrices = [matrix for matrix in matrices if matrix.shrinks(rank)]
         edges = [0, *(edge for matrix in self._matrices for edge in (matrix.offset, matrix.stop)), numel]
         self._rest = [(start, stop) for start, stop in list(pairwise(edges))[::2] if start < stop]
-        self.forget()
+        super().__init__(name, numel, savings)
 
-    def forget(self) -> None:
+    def _initial_state(self) -> State:
         self._random = torch.Generator().manual_seed(SEED)
-        self._starts = [self._any(matrix.columns, self._rank) for matrix in self._matrices]
-        self._owed: list[torch.Tensor] | None = None
-        # Both as they were before a call, until that is settled.
-        self._before: tuple[list[torch.Tensor], list[torch.Tensor] | None] | None = None
-
-    def settle(self, counts: bool) -> None:
-        if self._before is not None and not counts:
-            self._starts, self._owed = self._before
-        self._before = None
+        return [self._draw(matrix.columns, self._rank) for matrix in self._matrices], None
 
     def num_bytes(self, num_hosts: int) -> int:
         thin = sum(self._rank * (matrix.rows + matrix.columns) for matrix in self._matrices)
         return 2 * (num_hosts - 1) * 4 * (thin + sum(stop - start for start, stop in self._rest)) // num_hosts
 
-    def _sum(self, leaders: Group, vector: torch.Tensor) -> torch.Tensor:
+    def _sum(self, leaders: Group, vector: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        starts, residuals = state
         given = [matrix.of(vector) for matrix in self._matrices]
-        if self._owed is not None:
-            given = [m + owed for m, owed in zip(given, self._owed, strict=True)]
+        if residuals is not None:
+            given = [m + residual for m, residual in zip(given, residuals, strict=True)]
         rest = [vector[start:stop] for start, stop in self._rest]
-        came = _ring(leaders, [*(m @ start for m, start in zip(given, self._starts, strict=True)), *rest])
-        left = [orthonormal(p) for p in came[: len(given)]]
+        summed = _all_reduce(leaders, [*(m @ start for m, start in zip(given, starts, strict=True)), *rest])
+        left = [orthonormal(p) for p in summed[: len(given)]]
         mine = [m.t() @ p for m, p in zip(given, left, strict=True)]
-        right = _ring(leaders, mine) if mine else []
+        right = _all_reduce(leaders, mine) if mine else []
         total = torch.empty(self.numel)
         for matrix, p, q in zip(self._matrices, left, right, strict=True):
             product(p, q, matrix.of(total))
-        for (start, stop), part in zip(self._rest, came[len(given) :], strict=True):
+        for (start, stop), part in zip(self._rest, summed[len(given) :], strict=True):
             total[start:stop] = part
-        if is_finite(total):
-            self._before = (self._starts, self._owed)
-            self._owed = [m - p @ q.t() for m, p, q in zip(given, left, mine, strict=True)]
-            self._starts = [self._next_start(q) for q in right]
-        return total
+        residuals = [m - p @ q.t() for m, p, q in zip(given, left, mine, strict=True)]
+        return total, ([self._next_start(q) for q in right], residuals)
 
     def _next_start(self, q: torch.Tensor) -> torch.Tensor:
-        """The columns at one size, and others for those that hold nothing: from zeros nothing would ever come."""
+        """The columns scaled to one size; random ones for those that are zero, which would stay zero."""
         largest = q.abs().amax(0)
-        others = self._any(*q.shape) if not bool(largest.all()) else q
+        others = self._draw(*q.shape) if not bool(largest.all()) else q
         return torch.where(largest > 0, q / largest, others)
 
-    def _any(self, rows: int, columns: int) -> torch.Tensor:
-        """Random numbers, which are the same wherever as many were drawn before."""
+    def _draw(self, rows: int, columns: int) -> torch.Tensor:
+        """Random numbers: the same on all leaders, which draw equally often."""
         return torch.randint(-(1 << 15), 1 << 15, (rows, columns), generator=self._random).float().div_(1 << 15)
 
 
@@ -143,8 +135,8 @@ def total(rows: torch.Tensor) -> torch.Tensor:
     return rows[0]
 
 
-def _ring(leaders: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Collective: the sum of everybody's, for each of these."""
+def _all_reduce(leaders: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Collective: each of these summed over all leaders."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     ring.all_reduce(leaders, flat, SUM)
     parts = flat.split([tensor.numel() for tensor in tensors])

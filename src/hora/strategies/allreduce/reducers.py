@@ -22,8 +22,8 @@ import torch
 
 from ...collectives.group import Group
 from ...collectives.shared_reduction import SharedReduction, VectorLayout
+from ...compression.compressed_sum import CompressedSum
 from ...compression.compressor import Compressor
-from ...compression.exchange import CompressedSum
 from ...compression.powersgd import Matrix
 from ...monitor import spans
 from ...monitor.spans import COMMUNICATION, TRAINING
@@ -224,7 +224,7 @@ class CollectiveReducer(Reducer):
     def compress(self, wire: Compressor, matrices: Callable[[Bucket], Sequence[Matrix]]) -> None:
         self._wire = wire
         for bucket in self.buckets:
-            self._between[bucket.number] = wire.exchange(bucket.number, bucket.numel, matrices(bucket))
+            self._between[bucket.number] = wire.sum_for(bucket.number, bucket.numel, matrices(bucket))
 
     def settle(self, counts: bool) -> None:
         if self._wire is not None:
@@ -232,7 +232,7 @@ class CollectiveReducer(Reducer):
 
     def forget(self) -> None:
         if self._wire is not None:
-            self._wire.forget()
+            self._wire.reset()
 
     def close(self) -> None:
         """The group remembers its calls, and with them the exchanges: what they owe need not stay."""

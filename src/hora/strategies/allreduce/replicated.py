@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...collectives.group import Group
+from ...compression.compressed_sum import CompressionSavings
 from ...compression.compressor import Compressor
-from ...compression.savings import CompressionSavings
 from ...errors import HoraError
 from ...monitor import spans
 from ...parameters.buckets import BackwardHooks, Bucket
@@ -119,7 +119,7 @@ class ReplicatedSync(WatchesBackward, Sync):
 
     def summary(self) -> str:
         """What compression saved."""
-        return self._tally.words(self.strategy.wire, self.num_exchanges, "step")
+        return self._tally.describe(self.strategy.wire, self.num_exchanges, "step")
 
     # -- the step ----------------------------------------------------------------------------------------------------
 

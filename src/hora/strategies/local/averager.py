@@ -132,7 +132,7 @@ class OuterAverager(Averager):
         """What was a common point before goes on from here with its momentum."""
         known = [index for index in self._points if index not in indices]
         self.extend([*known, *indices])
-        self._wire.forget()
+        self._wire.reset()
 
     def extend(self, indices: Sequence[int]) -> None:
         old = {index: self._optimizer.state[point] for index, point in self._points.items()} if self._points else {}
@@ -157,10 +157,10 @@ class OuterAverager(Averager):
 
     def travel(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
         result = vector.clone() if self._overlap else vector
-        between = self._wire.exchange(tuple(indices), vector.numel())
+        between = self._wire.sum_for(tuple(indices), vector.numel())
         self._bulk.weighted_sum(result, shares, "drift of a round", between)
         if between is not None:
-            between.settle(counts=True)  # every round counts
+            between.settle(applied=True)  # every round counts
         return result
 
     def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
@@ -182,13 +182,13 @@ class OuterAverager(Averager):
                 parameter.copy_(point)
 
     def saved(self, rounds: int) -> str:
-        return self._wire.tally.words(self._wire.name, rounds, "round")
+        return self._wire.savings.describe(self._wire.name, rounds, "round")
 
     def state(self) -> dict[str, torch.Tensor]:
         """Rounding errors that are still to be fed back are forgotten, here as by whoever goes on from the checkpoint;
         not what topk owes, which is most of what was learnt in many rounds."""
         if self._wire.name != "topk":
-            self._wire.forget()
+            self._wire.reset()
         names, known = self._roster.names, self._optimizer.state
         points = {f"point:{names[index]}": point for index, point in self._points.items()}
         momentum = {

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ...compression.savings import text
+from ...compression.compressed_sum import format_bytes
 
 
 def by_ring(num_bytes: int, size: int) -> int:
@@ -20,6 +20,6 @@ def sentence(strategy: str, rounds: int, steps: int, sent: int, parameters: Iter
     if not sent or not whole:
         return ""
     return (
-        f"{strategy}: {rounds} rounds in {steps} steps, {text(sent)} sent per worker; for the same samples the ring "
-        f"sends {text(whole)}, {whole / sent:.1f} times as much"
+        f"{strategy}: {rounds} rounds in {steps} steps, {format_bytes(sent)} sent per worker; for the same samples the "
+        f"ring sends {format_bytes(whole)}, {whole / sent:.1f} times as much"
     )

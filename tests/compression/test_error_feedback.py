@@ -11,7 +11,7 @@ import ranks
 from hora.collectives import Group
 from hora.compression.codec import BLOCK, make_codec
 from hora.compression.compressor import Compressor
-from hora.compression.feedback import bounds
+from hora.compression.error_feedback import bounds
 from leaders import add_up, numbers
 
 CODECS = ("fp16", "bf16", "int8", "topk")
@@ -25,7 +25,7 @@ def test_all_get_the_same_bits_close_to_the_sum(name: str, size: int) -> None:
 
         def script(group: Group, numel: int = numel) -> torch.Tensor:
             return add_up(
-                group, Compressor(name, 0.2 if name == "topk" else None).exchange(0, numel), numbers(numel, group.rank)
+                group, Compressor(name, 0.2 if name == "topk" else None).sum_for(0, numel), numbers(numel, group.rank)
             )
 
         found = ranks.run(size, script)
@@ -49,7 +49,7 @@ def test_what_arrives_in_the_end_is_what_was_sent(name: str, size: int) -> None:
         return vector
 
     def script(group: Group) -> tuple[list[float], float]:
-        exchange = Compressor(name, 0.05 if name == "topk" else None).exchange("it", numel)
+        exchange = Compressor(name, 0.05 if name == "topk" else None).sum_for("it", numel)
         wanted = sum((given(rank).double() for rank in range(size)), torch.zeros(numel, dtype=torch.float64))
         arrived, errors = torch.zeros(numel, dtype=torch.float64), []
         for number in range(1, num_calls + 1):
@@ -70,7 +70,7 @@ def test_what_is_not_finite_comes_out_and_spoils_no_later_call(name: str) -> Non
     numel = 2 * BLOCK
 
     def script(group: Group) -> None:
-        exchange = Compressor(name, 0.05 if name == "topk" else None).exchange("it", numel)
+        exchange = Compressor(name, 0.05 if name == "topk" else None).sum_for("it", numel)
         arrived, sent = torch.zeros(numel), torch.zeros(numel)
         for number in range(60):
             vectors = [numbers(numel, rank, 1e-3) + 1e-2 for rank in range(2)]
@@ -89,7 +89,7 @@ def test_what_is_not_finite_comes_out_and_spoils_no_later_call(name: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_types_go_through_float32_and_keep_their_own(dtype: torch.dtype) -> None:
     def script(group: Group) -> torch.Tensor:
-        return add_up(group, Compressor("int8").exchange(0, 3000), numbers(3000, group.rank).to(dtype))
+        return add_up(group, Compressor("int8").sum_for(0, 3000), numbers(3000, group.rank).to(dtype))
 
     found = ranks.run(3, script)
     assert all(each.dtype == dtype and each.equal(found[0]) for each in found)
@@ -107,8 +107,8 @@ def test_bytes_are_counted_as_they_were_sent(name: str, size: int, transport: st
         wire = Compressor(name)
         before = sum(group.transport.sent_bytes)
         for _ in range(2):
-            add_up(group, wire.exchange(0, numel), numbers(numel, group.rank))
-        return sum(group.transport.sent_bytes) - before, wire.tally.sent_bytes, wire.tally.plain_bytes
+            add_up(group, wire.sum_for(0, numel), numbers(numel, group.rank))
+        return sum(group.transport.sent_bytes) - before, wire.savings.sent_bytes, wire.savings.plain_bytes
 
     coded = make_codec(name).num_bytes(numel)
     each = (size - 1) * coded if name == "topk" else 2 * (size - 1) * coded // size
@@ -122,8 +122,8 @@ def test_what_would_not_shrink_goes_as_it_is(name: str, topk: float | None, dtyp
     def script(group: Group) -> torch.Tensor:
         wire = Compressor(name, topk)
         vector = torch.arange(2048).remainder(64).to(dtype) + group.rank
-        found = add_up(group, wire.exchange(0, 2048), vector)
-        assert wire.tally.sent_bytes == wire.tally.plain_bytes
+        found = add_up(group, wire.sum_for(0, 2048), vector)
+        assert wire.savings.sent_bytes == wire.savings.plain_bytes
         return found
 
     for found in ranks.run(2, script):
@@ -143,20 +143,20 @@ def test_parts_begin_where_blocks_do(numel: int, parts: int) -> None:
 def test_what_is_owed_can_be_forgotten() -> None:
     def script(group: Group) -> None:
         wire = Compressor("int8")
-        exchange = wire.exchange("a", 3000)
+        exchange = wire.sum_for("a", 3000)
         first = add_up(group, exchange, numbers(3000, group.rank))
-        assert wire.exchange("a", 3000) is exchange and wire.exchange("b", 3000) is not exchange
+        assert wire.sum_for("a", 3000) is exchange and wire.sum_for("b", 3000) is not exchange
         assert not add_up(group, exchange, numbers(3000, group.rank)).equal(first)
-        wire.forget()
+        wire.reset()
         assert add_up(group, exchange, numbers(3000, group.rank)).equal(first)
 
     ranks.run(2, script)
-    assert Compressor("fp32").exchange("a", 10) is None
+    assert Compressor("fp32").sum_for("a", 10) is None
 
 
 def test_savings_are_said_per_step() -> None:
     wire = Compressor("int8")
-    assert wire.tally.words("int8", 10, "step") == ""
-    wire.tally.sent_bytes, wire.tally.plain_bytes = 254_000_000, 1_000_000_000
-    assert wire.tally.words("int8", 10, "step") == "wire=int8: 25.4 MB instead of 100.0 MB per step between hosts"
-    assert wire.tally.words("int8", 0, "step") == ""
+    assert wire.savings.describe("int8", 10, "step") == ""
+    wire.savings.sent_bytes, wire.savings.plain_bytes = 254_000_000, 1_000_000_000
+    assert wire.savings.describe("int8", 10, "step") == "wire=int8: 25.4 MB instead of 100.0 MB per step between hosts"
+    assert wire.savings.describe("int8", 0, "step") == ""
