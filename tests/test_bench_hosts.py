@@ -17,7 +17,7 @@ import pytest
 from hora.cli import main
 from hora.runs import exit_codes
 from hora_benchmarks.bench import hosts, hosts_mpi, hosts_table, hosts_turns, limits, links
-from hora_benchmarks.bench.ps_crew import Crew
+from hora_benchmarks.bench.process_pool import ProcessPool
 
 pytestmark = pytest.mark.timeout(240)  # several processes import torch on whatever cores there are
 
@@ -112,10 +112,13 @@ def test_a_row_counts_the_slowest_rank_of_every_call_and_the_busiest_host() -> N
     assert json.loads(json.dumps(row)) == row
 
 
-def test_a_crew_that_fails_is_named_and_the_others_go_on() -> None:
+def test_a_process_pool_that_fails_is_named_and_the_others_go_on() -> None:
     able = ["sh", "-c", "echo '{}'; while read line; do echo '{\"each\": [0.5], \"wire_bytes\": 7}'; done"]
-    crews = {"able": Crew("able", [able]), "unable": Crew("unable", [["sh", "-c", "echo no luck >&2; exit 3"]])}
-    entries = [hosts_turns.Entry(crew=crew, warm_up={}, request={}, row={"name": name}) for name, crew in crews.items()]
+    pools = {
+        "able": ProcessPool("able", [able]),
+        "unable": ProcessPool("unable", [["sh", "-c", "echo no luck >&2; exit 3"]]),
+    }
+    entries = [hosts_turns.Entry(pool=pool, warm_up={}, request={}, row={"name": name}) for name, pool in pools.items()]
     rows, failures = hosts_turns.take("try", entries, 2)
     assert [(row["name"], row["median_s"], row["repeats"]) for row in rows] == [("able", 0.5, 2)]
     assert len(failures) == 1 and "unable: ended with exit code 3" in failures[0] and "no luck" in failures[0]

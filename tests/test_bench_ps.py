@@ -12,7 +12,7 @@ import time
 import pytest
 
 from hora_benchmarks.bench import ps, ps_copy, ps_peers, ps_table
-from hora_benchmarks.bench.ps_crew import Crew, CrewContestant, Result, gb_per_s
+from hora_benchmarks.bench.process_pool import PoolContestant, ProcessPool, Result, gb_per_s
 
 ECHO = """
 import json, sys
@@ -30,9 +30,9 @@ def result(rate: float, name: str = "a", params: int = 1000) -> Result:
     )  # fmt: skip
 
 
-def echo(name: str = "echo", processes: int = 1, script: str = ECHO) -> CrewContestant:
-    crew = Crew(name, [[sys.executable, "-c", script]] * processes)
-    return CrewContestant(name=name, crew=crew, workers=2, params=1000)
+def echo(name: str = "echo", processes: int = 1, script: str = ECHO) -> PoolContestant:
+    pool = ProcessPool(name, [[sys.executable, "-c", script]] * processes)
+    return PoolContestant(name=name, pool=pool, workers=2, params=1000)
 
 
 def alive(pid: int) -> bool:
@@ -86,7 +86,7 @@ def test_the_memory_limit_is_measured_by_as_many_processes_as_workers() -> None:
     assert limit.gb_per_s == pytest.approx(gb_per_s(1000, limit.updates_per_s))
 
 
-def test_a_crew_adds_up_the_updates_of_its_processes() -> None:
+def test_a_process_pool_adds_up_the_updates_of_its_processes() -> None:
     one = echo(processes=2)
     try:
         one.start()
@@ -145,7 +145,7 @@ def test_both_modes_of_ray_share_the_processes_of_an_installed_ray(
     assert ps_peers.python_of("ray") == str(tmp_path / "hora/peers/ray/bin/python")
     found, missing = ps_peers.contestants(["ray/async", "ray/sync"], workers=2, params=1000)
     assert [one.name for one in found] == ["ray/async", "ray/sync"] and missing == []
-    assert found[0].crew is found[1].crew
+    assert found[0].pool is found[1].pool
 
 
 def test_an_unknown_peer_is_refused() -> None:

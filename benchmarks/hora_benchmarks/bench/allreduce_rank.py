@@ -18,7 +18,7 @@ from hora.job import Job
 from hora.transport import RegisteredBuffer
 from hora_benchmarks.bench import peers
 
-BATCH_S = 1e-3  # calls are timed back to back until about this long, so that the clock does not show
+BATCH_S = 1e-3  # a batch of calls takes about this long, so that the clock's resolution does not matter
 ALGORITHMS = ("ring", "tree", "halving", "star")
 
 
@@ -108,7 +108,7 @@ def measure(group: Group, those: list[Candidate], num_bytes: int, repeats: int) 
         for candidate in those:
             data, _ = data_of(candidate)
             call, batch = candidate.call, candidate.batch
-            for _ in range(1 + batch // 4):  # its own data comes back into the cache, its connections out of idleness
+            for _ in range(1 + batch // 4):  # brings its data back into the cache and wakes idle connections
                 call(data)
             group.barrier()
             begin = time.perf_counter()

@@ -73,7 +73,7 @@ def print_ratios(rows: list[Row], ours: list[str], peers: list[str]) -> None:
 
 
 def plot_times(rows: list[Row], title: str, path: str) -> str | None:
-    """Median over size, both logarithmic, as a PNG. What is missing, if it could not be drawn."""
+    """Median over size, both logarithmic, as a PNG. Returns what is missing if it cannot be drawn."""
     try:
         import matplotlib
     except ImportError:

@@ -10,7 +10,7 @@ from hora.runs import exit_codes
 
 @click.group()
 def bench() -> None:
-    """What `hora bench` shows besides `start`."""
+    """The commands of `hora bench` besides `start`."""
 
 
 @bench.command()
@@ -32,7 +32,7 @@ def bench() -> None:
 def allreduce(
     size: int, sizes: list[int], repeats: int, only: str | None, json_path: str | None, plot_path: str | None
 ) -> int:
-    """Every algorithm and transport, and in the same run Gloo and, where installed, OpenMPI.
+    """All-reduce: every algorithm and transport, against Gloo and Open MPI.
 
     \b
       hora bench allreduce -n 2 --sizes 4K,1M --json out.jsonl
@@ -78,7 +78,7 @@ def train(
     json_path: str | None,
     plot_path: str | None,
 ) -> int:
-    """A training step of plain PyTorch, of DDP on Gloo, and of Hora's strategies, interleaved in one run.
+    """A training step under every strategy, against plain PyTorch and DDP on Gloo.
 
     \b
       hora bench train -n 2 --model mlp --json out.jsonl
@@ -132,7 +132,7 @@ def ps(
     install_peers: bool,
     json_path: str | None,
 ) -> int:
-    """Push-pull of a whole model: Hora, a parameter server of Ray actors, TensorFlow's, and the memory limit.
+    """Push-pull of a whole model, against Ray actors, TensorFlow and the memory limit.
 
     \b
       hora bench ps -n 2 --servers 1 --params 10M --json out.jsonl
@@ -162,7 +162,7 @@ def ps(
 )
 @click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
 def staleness(seeds: int, json_path: str | None, plot_path: str | None) -> int:
-    """What late gradients cost under ps:mode=async, and what scale and delay compensation win back.
+    """What stale gradients cost under ps:mode=async, and what the corrections win back.
 
     \b
       hora bench staleness --plot staleness.png
@@ -199,7 +199,7 @@ def quality(
     json_path: str | None,
     plot_path: str | None,
 ) -> int:
-    """What Local SGD and DiLoCo reach in the same number of samples as the ring, and how little they send.
+    """Quality of Local SGD and DiLoCo after as many samples as the ring, and the bytes they send.
 
     \b
       hora bench quality -n 2 --plot quality.png
@@ -248,10 +248,10 @@ def local(
     json_path: str | None,
     plot_path: str | None,
 ) -> int:
-    """Samples/s and bytes on the wire over slow links: the ring, local SGD, DiLoCo, DDP on Gloo, and no communication.
+    """Samples/s and bytes over slow links: ring, Local SGD, DiLoCo, DDP on Gloo.
 
-    As root the workers live in network namespaces whose links the kernel slows down; elsewhere Hora's transport limits
-    itself, and the table says so.
+    As root the workers run in network namespaces with links that the kernel slows down; otherwise Hora's transport
+    limits its own rate, and the table says so.
 
     \b
       hora bench local --rates 100mbit --json out.jsonl --plot out.png
@@ -316,10 +316,10 @@ def hosts(
     json_path: str | None,
     plot_path: str | None,
 ) -> int:
-    """All-reduces, training steps and parameter servers over hosts with slow links, beside Gloo and Open MPI.
+    """All-reduce, training and servers over slow hosts, against Gloo and Open MPI.
 
-    The hosts are network namespaces on this machine, whose links the kernel slows down; that takes root. Each result is
-    held against what the links alone would take.
+    The hosts are network namespaces on this machine with links that the kernel slows down; that needs root. Each
+    result is compared with the time that the links alone would take.
 
     \b
       hora bench hosts --hosts-sim 4 --rate 1gbit --json out.jsonl --plot out.png
@@ -354,7 +354,7 @@ def hosts(
     "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
 )
 def serve(size: int, strategy: str, seconds: float, repeats: int, only: str | None, json_path: str | None) -> int:
-    """Predictions per second during training and after it, and what serving them costs the training.
+    """Predictions per second during and after training, and what they cost it.
 
     \b
       hora bench serve --seconds 8 --json out.jsonl
@@ -390,7 +390,7 @@ def serve(size: int, strategy: str, seconds: float, repeats: int, only: str | No
     "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
 )
 def observe(size: int, model: str, rounds: int | None, records: int | None, json_path: str | None) -> int:
-    """What being seen costs: samples/s with the panel, the page, the trace and the rest, and without any of it.
+    """What monitoring costs: samples/s with panel, dashboard, trace and the rest, and without.
 
     \b
       hora bench observe --model mlp --json out.jsonl

@@ -26,7 +26,7 @@ from hora_benchmarks.bench.bench_table import Row
 
 from . import hosts_mpi, hosts_table, limits, links, peers
 from .hosts_turns import Entry, take
-from .ps_crew import Crew
+from .process_pool import ProcessPool
 
 PARTS = ("allreduce", "train", "ps", "picture")
 MOST_HOSTS = 64
@@ -137,16 +137,16 @@ def measure_allreduce(plan: Plan) -> tuple[list[Row], list[str]]:
     for per_host in (1, 2):
         size = plan.hosts * per_host
         with links.Namespaces(plan.hosts, plan.rate) as where, tempfile.TemporaryDirectory() as folder:
-            ours = _crew("hora", where, 0, size, per_host)
-            those = [(ours, name, name) for name in OURS] + [(_crew("gloo", where, 1, size, per_host), "gloo", "ring")]
+            ours = _pool("hora", where, 0, size, per_host)
+            those = [(ours, name, name) for name in OURS] + [(_pool("gloo", where, 1, size, per_host), "gloo", "ring")]
             if per_host == 1 and peers.mpi_version():
                 for name, options in (("mpi", ()), ("mpi/ring", hosts_mpi.RING)):
                     command = hosts_mpi.command(where, folder, plan.hosts, options)
-                    those.append((Crew(name, [[*command, *_program("mpi")]]), name, "ring"))
+                    those.append((ProcessPool(name, [[*command, *_program("mpi")]]), name, "ring"))
             entries = [
-                _all_reduce(crew, name, algorithm, num_bytes, plan.hosts, per_host, plan.rate, "allreduce")
+                _all_reduce(pool, name, algorithm, num_bytes, plan.hosts, per_host, plan.rate, "allreduce")
                 for num_bytes in plan.sizes
-                for crew, name, algorithm in those
+                for pool, name, algorithm in those
             ]
             title = f"all-reduce, {plan.hosts} hosts × {per_host}"
             found, failed = take(title, entries, plan.rounds)
@@ -159,16 +159,16 @@ def measure_picture(plan: Plan) -> tuple[list[Row], list[str]]:
     with links.Namespaces(max(plan.picture_hosts), plan.picture_rate) as where:
         entries = []
         for number, hosts in enumerate(plan.picture_hosts):
-            crew = _crew(f"hora on {hosts} hosts", where, number, hosts, 1)
+            pool = _pool(f"hora on {hosts} hosts", where, number, hosts, 1)
             for name in ("star", "ring"):
                 entries.append(
-                    _all_reduce(crew, name, name, plan.picture_bytes, hosts, 1, plan.picture_rate, "picture")
+                    _all_reduce(pool, name, name, plan.picture_bytes, hosts, 1, plan.picture_rate, "picture")
                 )
         return take("star and ring", entries, plan.picture_rounds)
 
 
 def _all_reduce(
-    crew: Crew, name: str, algorithm: str, num_bytes: int, hosts: int, per_host: int, rate: str, part: str
+    pool: ProcessPool, name: str, algorithm: str, num_bytes: int, hosts: int, per_host: int, rate: str, part: str
 ) -> Entry:
     limit = limits.star_s if algorithm == "star" else limits.ring_s
     limit_s = limit(hosts, num_bytes, links.bits_per_s(rate))
@@ -178,14 +178,14 @@ def _all_reduce(
         "part": part, "name": name, "hosts": hosts, "per_host": per_host, "rate": rate, "bytes": num_bytes,
         "limit_s": limit_s,
     }  # fmt: skip
-    return Entry(crew=crew, warm_up={**request, "verify": True}, request=request, row=row)
+    return Entry(pool=pool, warm_up={**request, "verify": True}, request=request, row=row)
 
 
-def _crew(how: str, where: links.Namespaces, meeting: int, size: int, per_host: int) -> Crew:
+def _pool(how: str, where: links.Namespaces, meeting: int, size: int, per_host: int) -> ProcessPool:
     commands = [
         [*where.command(rank, meeting, size=size, per_host=per_host), *_program(how.split()[0])] for rank in range(size)
     ]
-    return Crew(how, commands)
+    return ProcessPool(how, commands)
 
 
 def _program(how: str) -> list[str]:
@@ -202,10 +202,10 @@ def measure_train(plan: Plan) -> tuple[list[Row], list[str]]:
             how = ["ddp"] if name == DDP else ["hora"]
             strategy = [] if name == DDP else [f"HORA_STRATEGY={name}"]
             program = [*strategy, sys.executable, "-m", "hora_benchmarks.bench.local_rank", *how, MODEL, COUNTER]
-            crew = Crew(name, [[*where.command(rank, number), *program] for rank in range(plan.hosts)])
+            pool = ProcessPool(name, [[*where.command(rank, number), *program] for rank in range(plan.hosts)])
             request = {"lead": 1, "steps": STEPS, "settle": False}
             row = {"part": "train", "name": name, "model": MODEL, "hosts": plan.hosts, "rate": plan.rate}
-            entries.append(Entry(crew=crew, warm_up=request, request=request, row=row))
+            entries.append(Entry(pool=pool, warm_up=request, request=request, row=row))
         return take("training steps", entries, plan.rounds)
 
 
@@ -238,13 +238,13 @@ def measure_ps(plan: Plan) -> tuple[list[Row], list[str]]:
             commands = [
                 [*where.command(rank, number, size=size), *program, str(plan.params), COUNTER] for rank in range(size)
             ]
-            crew = Crew(f"ps with {servers}", commands)
+            pool = ProcessPool(f"ps with {servers}", commands)
             one_way_s = limits.one_way_s(plan.hosts, servers, num_bytes, plan.bits_per_s)
             row = {
                 "part": "ps", "name": "ps", "workers": plan.hosts, "servers": servers, "rate": plan.rate,
                 "bytes": num_bytes, "one_way_s": one_way_s, "limit_s": 2 * one_way_s,
             }  # fmt: skip
-            entries.append(Entry(crew=crew, warm_up={"calls": 1}, request={"calls": 1}, row=row))
+            entries.append(Entry(pool=pool, warm_up={"calls": 1}, request={"calls": 1}, row=row))
         return take("push and pull", entries, plan.rounds)
 
 

@@ -28,7 +28,7 @@ def command(where: links.Namespaces, folder: str, num_hosts: int, options: tuple
         words.append("--allow-run-as-root")
     settings = {
         "plm_rsh_agent": str(agent),
-        "plm_rsh_no_tree_spawn": "1",  # hosts do not know how to reach each other
+        "plm_rsh_no_tree_spawn": "1",  # hosts cannot resolve each other
         "btl": "tcp,self",
         "btl_tcp_if_include": links.DEVICE,
         "oob_tcp_if_include": links.DEVICE,

@@ -1,7 +1,7 @@
 """One worker or server of `hora bench hosts`: python -m hora_benchmarks.bench.hosts_ps_rank PARAMS COUNTER.
 
-Who it is stands in the environment, as torchrun says it; the last HORA_SERVERS ranks are servers. It speaks a crew's
-language (ps_crew.py): for {"calls": K} a worker pushes a gradient of so many parameters and pulls the result K times,
+Its rank is in the environment, as torchrun sets it; the last HORA_SERVERS ranks are servers. It answers requests
+as process_pool.py says: for {"calls": K} a worker pushes a gradient of so many parameters and pulls the result K times,
 all workers beginning together, and answers with the seconds of each and the bytes that left its host in all of them.
 A server answers too, with nothing, from a thread: it serves until the workers have left.
 """
@@ -23,7 +23,7 @@ from hora.server.layout import ParameterBlock
 from hora.strategies.ps.worker import ParameterServerSync
 from hora_benchmarks.bench.ps_rank import OPTIMIZERS, Flat
 
-LEAD_CALLS = 1  # untimed, before each turn: connections that were idle begin slowly again
+LEAD_CALLS = 1  # untimed, before each turn: idle connections start slowly
 
 Answer = dict[str, Any]
 
@@ -60,7 +60,7 @@ def answer_nothing(answers: TextIO) -> None:
 def main(params: int, counter: str) -> None:
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed must not come between the answers
+    os.dup2(2, 1)  # nothing else may be printed between the answers
     job = hora.init()
     model = Flat(params)
     optimizer = OPTIMIZERS["sgd"](model.parameters())

@@ -1,10 +1,10 @@
 """One rank of the all-reduces of `hora bench hosts`: python -m hora_benchmarks.bench.hosts_rank HOW COUNTER.
 
-HOW is hora, gloo or mpi; who it is stands in the environment, as torchrun says it, or is mpirun's to say.
-It speaks a crew's language (ps_crew.py): for {"algorithm": A, "bytes": N, "calls": K} it all-reduces N bytes of float32
-K times, all ranks beginning each call together, and answers with the seconds of each, those of the processor that one
-took on average, and the bytes that left its host in all of them, by the kernel's own COUNTER, a file. With "verify" the
-sums are checked instead. Of MPI's ranks the first one speaks for all: mpirun gives it alone a stdin.
+HOW is hora, gloo or mpi; its rank is in the environment, as torchrun sets it, or set by mpirun. It answers requests as
+process_pool.py says: for {"algorithm": A, "bytes": N, "calls": K} it all-reduces N bytes of float32 K times, all ranks
+beginning each call together, and answers with the seconds of each, those of the processor that one took on average, and
+the bytes that left its host in all of them, by the kernel's own COUNTER, a file. With "verify" the sums are checked
+instead. Of MPI's ranks the first one speaks for all: mpirun gives it alone a stdin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-LEAD_BYTES = 2 << 20  # untimed, before each turn: connections that were idle begin slowly again
+LEAD_BYTES = 2 << 20  # untimed, before each turn: idle connections start slowly
 POLL_S = 0.01
 LINE_BYTES = 256
 
@@ -28,7 +28,7 @@ Answer = dict[str, Any]
 
 
 class Ranks:
-    """`reduce(tensor, algorithm)` all-reduces in place, `meet` waits for the others, `end` says goodbye."""
+    """`reduce(tensor, algorithm)` all-reduces in place, `meet` waits for the others, `end` leaves the group."""
 
     rank: int
     size: int
@@ -150,7 +150,7 @@ def measure(ranks: Ranks, request: Answer, counter: str) -> Answer:
         begin = time.perf_counter()
         ranks.reduce(tensor, algorithm)
         each.append(time.perf_counter() - begin)
-    ranks.meet()  # until then what this rank has sent may still wait in its own kernel
+    ranks.meet()  # until then sent bytes may still be in this host's kernel
     cpu_s = (time.process_time() - begun_s) / request["calls"]
     *slowest, busiest_s, most = ranks.most([*each, cpu_s, _count(counter) - before])
     return {"each": slowest, "cpu_s": busiest_s, "wire_bytes": most}
@@ -172,7 +172,7 @@ def _count(counter: str) -> int:
 def main(how: str, counter: str) -> None:
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed must not come between the answers
+    os.dup2(2, 1)  # nothing else may be printed between the answers
     ranks = KINDS[how]()
     told: Answer = {"ready": True}
     if ranks.answers:

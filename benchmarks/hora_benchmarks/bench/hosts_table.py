@@ -55,7 +55,7 @@ def all_reduces(rows: Sequence[Row]) -> Table:
 
 
 def all_reduce_reached(rows: Sequence[Row], name: str) -> bool | None:
-    """At every size; None for peers, and where there is nobody to compare with."""
+    """At every size; None for peers, and if there is no peer to compare with."""
     mine = [row for row in rows if row["name"] == name]
     if name in PEERS:
         return None
@@ -115,7 +115,8 @@ def growth(rows: Sequence[Row]) -> Table:
 
 
 def plot_rows(rows: Sequence[Row], path: str) -> str | None:
-    """A panel per part but the picture, a bar per contestant, whiskers from p10 to p90. What is missing, if any."""
+    """A panel per part but the picture, a bar per contestant, whiskers from p10 to p90. Returns what is missing if it
+    cannot be drawn."""
     panels = []
     for per_host in (1, 2):
         those = [row for row in rows if row["part"] == "allreduce" and row["per_host"] == per_host]
@@ -172,7 +173,8 @@ def plot_rows(rows: Sequence[Row], path: str) -> str | None:
 
 
 def plot_picture(rows: Sequence[Row], path: str) -> str | None:
-    """Time over the number of hosts: the star's grows with it, the ring's does not. What is missing, if any."""
+    """Time over the number of hosts: the star's grows with it, the ring's does not. Returns what is missing if it
+    cannot be drawn."""
     those = [row for row in rows if row["part"] == "picture"]
     if not those:
         return "the picture was not measured"
@@ -205,7 +207,7 @@ def plot_picture(rows: Sequence[Row], path: str) -> str | None:
     size, rate = size_text(those[0]["bytes"]), those[0]["rate"]
     axis.set_title(
         f"All-reduce of S = {size} float32 bytes over links of B = {rate}"
-        "\nthe star's root carries everybody's data; in the ring every link carries the same",
+        "\nthe star's root carries the data of all ranks; in the ring every link carries the same",
         fontsize=10,
     )
     axis.set_ylim(0, 1.12 * max(row["p90_s"] for row in those))

@@ -1,6 +1,6 @@
 """Turns: what is compared in `hora bench hosts` is started side by side, and then measured one after the other.
 
-R rounds, the order rotated from round to round, so that what the machine does to one it does to all. A call takes as
+R rounds, the order rotated from round to round, so that other load on the machine affects all alike. A call takes as
 long as its slowest rank.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from hora_benchmarks.bench.bench_table import Row
 
-from .ps_crew import Answer, Crew
+from .process_pool import Answer, ProcessPool
 from .train import duration_text
 
 TURN_S = 900.0  # what a turn over slow links may take
@@ -23,29 +23,29 @@ TURN_S = 900.0  # what a turn over slow links may take
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One thing to measure: a request to a crew, which several may share. `row` is what is known of it before."""
+    """One thing to measure: a request to a pool, which several may share. `row` is what is known of it before."""
 
-    crew: Crew
+    pool: ProcessPool
     warm_up: Answer
     request: Answer
     row: Row
 
 
 def take(title: str, entries: Sequence[Entry], rounds: int) -> tuple[list[Row], list[str]]:
-    """The row of every entry, and what is to be said of crews that failed. Nobody is left running."""
+    """The row of every entry, and a message for each pool that failed. No process is left running."""
     turns: list[list[list[Answer]]] = [[] for _ in entries]
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as stack:
-        for crew in dict.fromkeys(entry.crew for entry in entries):
-            _say(f"{title}: starting {crew.name}")
-            stack.callback(crew.stop, 0.0)
-            with _noting(crew, failures):
-                crew.start()
+        for pool in dict.fromkeys(entry.pool for entry in entries):
+            _say(f"{title}: starting {pool.name}")
+            stack.callback(pool.stop, 0.0)
+            with _noting(pool, failures):
+                pool.start()
         started = time.monotonic()
         for entry in entries:
-            if id(entry.crew) not in failures:
-                with _noting(entry.crew, failures):
-                    entry.crew.ask(entry.warm_up, TURN_S)
+            if id(entry.pool) not in failures:
+                with _noting(entry.pool, failures):
+                    entry.pool.ask(entry.warm_up, TURN_S)
         rough_s = (time.monotonic() - started) * rounds
         for round in range(rounds):
             left = f", about {duration_text(rough_s)} in all" if round == 0 else ""
@@ -53,13 +53,13 @@ def take(title: str, entries: Sequence[Entry], rounds: int) -> tuple[list[Row], 
             first = round % len(entries)
             for index in (*range(first, len(entries)), *range(first)):
                 entry = entries[index]
-                if id(entry.crew) not in failures:
-                    with _noting(entry.crew, failures):
-                        turns[index].append(entry.crew.ask(entry.request, TURN_S))
-        for crew in {entry.crew for entry in entries if id(entry.crew) not in failures}:
-            crew.stop()  # all has been measured: they may say goodbye
+                if id(entry.pool) not in failures:
+                    with _noting(entry.pool, failures):
+                        turns[index].append(entry.pool.ask(entry.request, TURN_S))
+        for pool in {entry.pool for entry in entries if id(entry.pool) not in failures}:
+            pool.stop()  # all is measured: they may leave the run in order
     rows = [
-        row_of(entry.row, mine) for entry, mine in zip(entries, turns, strict=True) if id(entry.crew) not in failures
+        row_of(entry.row, mine) for entry, mine in zip(entries, turns, strict=True) if id(entry.pool) not in failures
     ]
     return rows, list(failures.values())
 
@@ -90,11 +90,11 @@ def row_of(known: Row, turns: Sequence[Sequence[Answer]]) -> Row:
 
 
 @contextlib.contextmanager
-def _noting(crew: Crew, failures: dict[int, str]) -> Iterator[None]:
+def _noting(pool: ProcessPool, failures: dict[int, str]) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        failures[id(crew)] = str(error)
+        failures[id(pool)] = str(error)
 
 
 def _say(text: str) -> None:

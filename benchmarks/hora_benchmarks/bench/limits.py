@@ -19,5 +19,5 @@ def star_s(hosts: int, num_bytes: int, bits_per_s: int) -> float:
 
 
 def one_way_s(workers: int, servers: int, num_bytes: int, bits_per_s: int) -> float:
-    """A push of everybody's gradient, or a pull. More servers than workers do not help: the workers' links are full."""
+    """A push of all workers' gradients, or a pull. More servers than workers do not help: then workers' links limit."""
     return max(1.0, workers / servers) * num_bytes * 8 / bits_per_s

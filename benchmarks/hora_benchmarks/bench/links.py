@@ -1,4 +1,4 @@
-"""Links: where the workers of `hora bench local` and `hora bench hosts` live, and how fast they reach each other.
+"""Links: the simulated hosts and networks of `hora bench local` and `hora bench hosts`.
 
 Namespaces   a network namespace for each host, joined by a bridge; both directions of each link are shaped by the
              kernel (`tc tbf`), and what crosses it is counted by the kernel too. Needs root, `ip` and `tc`.
@@ -157,7 +157,7 @@ class Namespaces:
 
 
 class Limited:
-    """Nothing but Hora feels the limit, and nobody but Hora counts."""
+    """Only Hora's traffic is limited and counted."""
 
     counter: str | None = None
 
@@ -191,7 +191,7 @@ def sweep() -> None:
 
 
 def _words(rank: int, size: int, address: str, port: int, local_size: int) -> list[str]:
-    """As torchrun would say it. What we ourselves were told of a run is not passed on."""
+    """The rank's variables as torchrun sets them. Those of a run that we belong to are not passed on."""
     local_rank = rank % local_size
     return [
         *(f"--unset={name}" for name in (*NAMES, *SETTINGS)),
@@ -206,14 +206,14 @@ def _words(rank: int, size: int, address: str, port: int, local_size: int) -> li
 
 
 def _namespaces() -> list[str]:
-    """All that have a name. The folder is there once somebody has made one."""
+    """All named namespaces; the folder exists once one was created."""
     folder = pathlib.Path("/run/netns")
     return sorted(os.listdir(folder)) if folder.is_dir() else []
 
 
 def _delete(name: str) -> None:
-    """With whoever still lives in it: veths last as long as the last process of their namespace."""
-    with contextlib.suppress(RuntimeError):  # somebody else swept it up at the same time
+    """With the processes that still run in it: veths last as long as the last process of their namespace."""
+    with contextlib.suppress(RuntimeError):  # another process removed it at the same time
         for pid in _call("ip", "netns", "pids", name).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -221,7 +221,7 @@ def _delete(name: str) -> None:
 
 
 def _call(*command: str) -> str:
-    """RuntimeError with the tool's own words if it fails."""
+    """Raises RuntimeError with the tool's message if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, stdin=subprocess.DEVNULL)
     if done.returncode:
         said = done.stderr.strip() or f"exit code {done.returncode}"

@@ -1,9 +1,9 @@
-"""`hora bench local`: samples/s and bytes on the wire, with links that are slow: who talks less trains more.
+"""`hora bench local`: samples/s and bytes on the wire over slow links, by strategy.
 
 Every contestant is a set of processes of its own, one per worker, each on a host of its own as far as the network is
 concerned (links.py), and running the same loop (local_rank.py). All are started, each takes one round untimed, then
-they take turns: R repeats of a few whole rounds each, the order rotated, so that what the machine does to one it does
-to all. A round takes as long as its slowest worker.
+they take turns: R repeats of a few whole rounds each, the order rotated, so that other load on the machine affects
+all alike. A round takes as long as its slowest worker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hora_benchmarks.bench.bench_table import Row
 
 from . import links, local_table
 from .models import WORKLOADS
-from .ps_crew import Answer, Crew
+from .process_pool import Answer, ProcessPool
 
 NONE = "no communication"
 DDP = "ddp/gloo"
@@ -123,18 +123,20 @@ def main(
 def measure(
     size: int, those: Sequence[Contestant], rate: str, where: links.Links, model: str, repeats: int
 ) -> tuple[list[Row], list[str]]:
-    """The row of every contestant, and what is to be said of those that have none. Nobody is left running."""
+    """The row of every contestant, and a message for each that has none. No process is left running."""
     answers: dict[str, list[list[Answer]]] = {one.name: [] for one in those}
     failures: dict[str, str] = {}
     with ending_on_signals(), where, contextlib.ExitStack() as stack:
-        crews = {}
+        pools = {}
         for number, one in enumerate(those):
             _say(f"{rate}: starting {one.name}")
-            crews[one.name] = crew = Crew(one.name, [_command(where, rank, number, one, model) for rank in range(size)])
-            stack.callback(crew.stop, 0.0)
+            pools[one.name] = pool = ProcessPool(
+                one.name, [_command(where, rank, number, one, model) for rank in range(size)]
+            )
+            stack.callback(pool.stop, 0.0)
             with _noting(one, failures):
-                crew.start()
-                crew.ask({"lead": 0, "steps": one.every, "settle": one.lead > 0}, TURN_S)
+                pool.start()
+                pool.ask({"lead": 0, "steps": one.every, "settle": one.lead > 0}, TURN_S)
         for repeat in range(repeats):
             first = repeat % len(those)
             for one in (*those[first:], *those[:first]):
@@ -142,9 +144,9 @@ def measure(
                     _say(f"{rate}: repeat {repeat + 1} of {repeats}, {one.name}")
                     with _noting(one, failures):
                         request = {"lead": one.lead, "steps": one.every * one.rounds, "settle": one.lead > 0}
-                        answers[one.name].append(crews[one.name].ask(request, TURN_S))
-        for crew in crews.values():
-            crew.stop()  # all has been measured: they may say goodbye
+                        answers[one.name].append(pools[one.name].ask(request, TURN_S))
+        for pool in pools.values():
+            pool.stop()  # all is measured: they may leave the run in order
     rows = [row_of(one, model, rate, answers[one.name], where) for one in those if one.name not in failures]
     return rows, list(failures.values())
 

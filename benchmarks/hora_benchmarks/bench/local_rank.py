@@ -1,8 +1,8 @@
 """One worker of one contestant of `hora bench local`: python -m hora_benchmarks.bench.local_rank HOW MODEL [COUNTER].
 
-HOW is alone, ddp or hora; who it is stands in the environment, as torchrun says it, and the strategy in HORA_STRATEGY.
-A worker alone talks to nobody, but keeps freed memory as Hora does, so that nobody who talks can be faster.
-It speaks a crew's language (ps_crew.py): for {"lead": L, "steps": K} it takes L steps untimed and K timed ones, all
+HOW is alone, ddp or hora; its rank is in the environment, as torchrun sets it, and the strategy in HORA_STRATEGY.
+A worker alone does not communicate, but keeps freed memory as Hora does, so that none that communicates can be faster.
+It answers requests as process_pool.py says: for {"lead": L, "steps": K} it takes L steps untimed and K timed ones, all
 workers beginning together, and answers with the seconds that the latter took, all and each, and the bytes that left
 it: `wire_bytes` by the kernel's own COUNTER, a file, headers and acknowledgements included, `sent_bytes` as Hora counts
 what it gives to others. With "settle" it answers when its link is quiet: an exchange that goes on would take the
@@ -87,7 +87,7 @@ def measure(worker: Worker, lead: int, steps: int, counter: str | None) -> dict[
     told: dict[str, Any] = {"seconds": ends[-1] - start, "each": each}
     if worker.traffic is not None:
         told |= {"sent_bytes": worker.traffic.sent_bytes, "exposed_s": worker.traffic.exposed_s}
-    worker.meet()  # until then what this worker has sent may still wait in its own kernel
+    worker.meet()  # until then sent bytes may still be in this host's kernel
     return told | {"wire_bytes": _count(counter) - before if counter else None}
 
 
@@ -107,7 +107,7 @@ def _count(counter: str | None) -> int:
 def main(how: str, model_name: str, counter: str | None = None) -> None:
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed must not come between the answers
+    os.dup2(2, 1)  # nothing else may be printed between the answers
     worker = Worker(how, model_name)
     told: dict[str, Any] = {"ready": True, "batch_size": WORKLOADS[model_name].batch_size}
     print(json.dumps(told), file=answers, flush=True)

@@ -57,7 +57,8 @@ def print_rates(rows: Sequence[Row], title: str, note: str) -> None:
 
 
 def plot_rates(rows: Sequence[Row], title: str, path: str) -> str | None:
-    """A panel per rate, a bar per contestant, whiskers from min to max. What is missing, if it cannot be drawn."""
+    """A panel per rate, a bar per contestant, whiskers from min to max. Returns what is missing if it cannot be
+    drawn."""
     try:
         import matplotlib
     except ImportError:
@@ -95,7 +96,7 @@ def plot_rates(rows: Sequence[Row], title: str, path: str) -> str | None:
 
 
 def per_s_text(per_s: float) -> str:
-    """Three figures."""
+    """Three significant digits."""
     return f"{per_s:.{2 if per_s < 10 else 1 if per_s < 100 else 0}f}"
 
 

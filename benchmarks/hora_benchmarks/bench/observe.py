@@ -1,9 +1,9 @@
-"""`hora bench observe`: what it costs to be seen. Everything on against everything off, step by step in turns; and the
-memory of the launcher over a million records.
+"""`hora bench observe`: what monitoring costs. All of it on against all of it off, in turns; and the memory of the
+launcher after a million records.
 
-On is: the panel on a terminal, reports, the memory, JSON lines, a trace, TensorBoard's files where that package is
-installed, and the page with one visitor who follows it live. The visitor reads and draws nothing, since drawing is the
-browser's. Off is: none of it.
+On: the panel on a terminal, reports, the run database, JSON lines, a trace, TensorBoard files if that package is
+installed, and the dashboard with one live client, which reads and draws nothing, as a browser elsewhere would draw.
+Off: none of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = {"mlp": 7, "gpt": 2}
 ROUNDS = {"mlp": 30, "gpt": 16}
 RECORDS = (10_000, 100_000, 1_000_000)
 PAGE_S = 20.0
-LIMITS = {"mlp": 3.0, "gpt": 1.0}  # per cent, what it may cost
+LIMITS = {"mlp": 3.0, "gpt": 1.0}  # per cent: the target
 
 
 def contestants(ranks: int) -> list[Contestant]:
@@ -127,7 +127,7 @@ def _sentence(row: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _visitor(stderr: pathlib.Path) -> Any:
-    """Follows the page of the run that writes `stderr`, until the end; yields how to ask what has come."""
+    """Follows the dashboard of the run that writes `stderr`; yields a function that returns what it received."""
     count = [0]
     ending = threading.Event()
     address = _address(stderr)

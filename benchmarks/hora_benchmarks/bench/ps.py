@@ -1,9 +1,9 @@
 """`hora bench ps`: push-pull of a whole model, Hora against Ray, TensorFlow and the memory limit, interleaved.
 
 Each worker writes a fresh gradient, pushes it, and has the parameters copied out into memory of its own; the server
-applies plain SGD. Contestants stay alive and take turns, the order rotated from round to round, so that what the
-machine does to one it does to all. Large models do not fit into memory side by side: there each is started for its turn
-and ended after it.
+applies plain SGD. Contestants stay alive and take turns, the order rotated from round to round, so that other load on
+the machine affects all alike. Large models do not fit into memory side by side: there each is started for its turn and
+ended after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hora.runs import exit_codes
 from hora_benchmarks.bench.bench_table import Row
 
 from . import ps_copy, ps_peers, ps_table
-from .ps_crew import Contestant, Result
+from .process_pool import Contestant, Result
 
 SECONDS = 2.5
 RESIDENT_PARAMS = 50_000_000  # up to here all contestants live side by side
@@ -41,7 +41,7 @@ def main(
 ) -> int:
     """Measures, prints the tables, writes JSON lines; returns the exit code.
 
-    `peers` names who is measured beside the memory limit and `ours`; whoever is not installed is left out and said so.
+    `peers` are measured beside the memory limit and `ours`; a peer that is not installed is left out, with a message.
     """
     rows: list[Row] = []
     failures: list[str] = []
@@ -74,7 +74,7 @@ def main(
 def measure(
     those: Sequence[Contestant], rounds: int, seconds: float, resident: bool = True
 ) -> tuple[dict[str, list[Result]], list[str]]:
-    """Every contestant's results by name, and what is to be said of those that failed. Nobody is left running.
+    """Every contestant's results by name, and a message for each that failed. No process is left running.
 
     Contestants that are not `resident` are started and ended for each of their turns."""
     results: dict[str, list[Result]] = {one.name: [] for one in those}

@@ -12,16 +12,16 @@ import statistics
 import sys
 import time
 
-from .ps_crew import Crew, CrewContestant, Result
+from .process_pool import PoolContestant, ProcessPool, Result
 
 NAME = "memory limit"
 
 
-def contestant(workers: int, params: int) -> CrewContestant:
-    """Nobody serves: as many processes as workers, each with memory of its own, copying at the same time."""
+def contestant(workers: int, params: int) -> PoolContestant:
+    """No server: as many processes as workers, each with memory of its own, copying at the same time."""
     command = [sys.executable, "-m", "hora_benchmarks.bench.ps_copy", str(params)]
-    crew = Crew(NAME, [command] * workers, env={"OMP_NUM_THREADS": "1"})
-    return CrewContestant(name=NAME, crew=crew, workers=workers, servers=0, params=params)
+    pool = ProcessPool(NAME, [command] * workers, env={"OMP_NUM_THREADS": "1"})
+    return PoolContestant(name=NAME, pool=pool, workers=workers, servers=0, params=params)
 
 
 def copy_limit(params: int, workers: int, seconds: float = 2.0) -> Result:

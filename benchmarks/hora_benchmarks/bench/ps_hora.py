@@ -2,7 +2,7 @@
 
     python -m hora_benchmarks.bench.ps_hora WORKERS SERVERS PARAMS STRATEGY HOW OPTIMIZER
 
-It speaks a crew's language (ps_crew.py) on stdin and stdout, and passes each request on to its workers.
+It answers requests on stdin and stdout as process_pool.py says, and passes each request on to its workers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from .ps_crew import START_S, Contestant, Crew, CrewContestant
+from .process_pool import START_S, Contestant, PoolContestant, ProcessPool
 
 OURS = (
     ("hora/async", "ps:mode=async", "write"),
@@ -26,12 +26,12 @@ OURS = (
 
 
 def contestants(workers: int, servers: int, params: int, optimizer: str = "sgd") -> Sequence[Contestant]:
-    """What Hora sends into the ring."""
+    """Hora's contestants."""
     found = []
     for name, strategy, how in OURS:
         arguments = [str(workers), str(servers), str(params), strategy, how, optimizer]
-        crew = Crew(name, [[sys.executable, "-m", "hora_benchmarks.bench.ps_hora", *arguments]])
-        found.append(CrewContestant(name=name, crew=crew, workers=workers, servers=servers, params=params))
+        pool = ProcessPool(name, [[sys.executable, "-m", "hora_benchmarks.bench.ps_hora", *arguments]])
+        found.append(PoolContestant(name=name, pool=pool, workers=workers, servers=servers, params=params))
     return found
 
 

@@ -12,7 +12,7 @@ import pathlib
 import subprocess
 import sys
 
-from .ps_crew import Crew, CrewContestant, Result
+from .process_pool import PoolContestant, ProcessPool, Result
 
 PACKAGES = {"ray": ["ray==2.60.*", "numpy"], "tensorflow": ["tensorflow==2.21.*"]}
 MODES = {
@@ -52,11 +52,11 @@ def install(peer: str) -> None:
     print(f"{peer} is there", flush=True)
 
 
-def contestants(names: list[str], workers: int, params: int) -> tuple[list[CrewContestant], list[str]]:
+def contestants(names: list[str], workers: int, params: int) -> tuple[list[PoolContestant], list[str]]:
     """Those that are installed, and a sentence for each that is not. One Ray serves both of Ray's modes."""
-    found: list[CrewContestant] = []
+    found: list[PoolContestant] = []
     missing: dict[str, str] = {}
-    crews: dict[str, Crew] = {}
+    pools: dict[str, ProcessPool] = {}
     for name in names:
         if name not in MODES:
             raise ValueError(f"no peer is called {name!r}; there are: {', '.join(MODES)}")
@@ -65,10 +65,10 @@ def contestants(names: list[str], workers: int, params: int) -> tuple[list[CrewC
         if python is None:
             missing[peer] = how_to_get(peer)
             continue
-        if peer not in crews:
+        if peer not in pools:
             script = pathlib.Path(__file__).with_name(f"ps_{peer}.py")
-            crews[peer] = Crew(peer, [[python, str(script), str(workers), str(params)]])
-        found.append(CrewContestant(name=name, crew=crews[peer], workers=workers, params=params, request=dict(request)))
+            pools[peer] = ProcessPool(peer, [[python, str(script), str(workers), str(params)]])
+        found.append(PoolContestant(name=name, pool=pools[peer], workers=workers, params=params, request=dict(request)))
     return found, list(missing.values())
 
 

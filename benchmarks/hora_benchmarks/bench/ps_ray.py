@@ -105,8 +105,8 @@ def run_sync(server: Any, workers: list[Any], seconds: float) -> tuple[int, floa
 def main() -> None:
     num_workers, params = int(sys.argv[1]), int(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever Ray prints must not stand between the answers
-    # Ray's actors want a token from whoever talks to them, and would leave one in the home directory.
+    os.dup2(2, 1)  # Ray must not print between the answers
+    # Ray's actors demand a token from clients, and would write one to the home directory.
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     folder = tempfile.mkdtemp(prefix="hora-ray-")
     try:

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from hora_benchmarks.bench.bench_table import Row, time_text
 
+from .process_pool import Result
 from .ps_copy import NAME as LIMIT
-from .ps_crew import Result
 
 WIDTH = 120
 UNITS = {"G": 10**9, "M": 10**6, "K": 10**3, "": 1}
@@ -110,5 +110,5 @@ def print_ratios(rows: Sequence[Row], ours: Sequence[str], peers: Sequence[str])
 
 
 def rate_text(per_s: float) -> str:
-    """Three figures."""
+    """Three significant digits."""
     return f"{per_s:.{2 if per_s < 10 else 1 if per_s < 100 else 0}f}"

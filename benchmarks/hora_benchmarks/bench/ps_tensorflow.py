@@ -32,7 +32,7 @@ HERE = "127.0.0.1"
 
 
 def end_with_stdin() -> None:
-    """A task must not outlive whoever started it: its stdin ends with that process."""
+    """Ends a task together with the process that started it, when its stdin ends."""
     sys.stdin.buffer.read()
     os._exit(0)
 
@@ -51,7 +51,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def counters(pid: int) -> dict[str, float]:
-    """What Linux counts and nobody else does: CPU seconds of the ps, and gigabytes over the loopback device."""
+    """Counted by Linux: CPU seconds of the ps, and gigabytes over the loopback device."""
     stat, sent = pathlib.Path(f"/proc/{pid}/stat"), pathlib.Path("/sys/class/net/lo/statistics/tx_bytes")
     found = {}
     if stat.exists():
@@ -68,7 +68,7 @@ def main() -> None:
         return
     workers, params = int(sys.argv[1]), int(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever TensorFlow prints must not stand between the answers
+    os.dup2(2, 1)  # TensorFlow must not print between the answers
     addresses = [f"{HERE}:{port}" for port in free_ports(workers + 1)]
     cluster = {"ps": addresses[:1], "worker": addresses[1:]}
     tasks = [

@@ -1,4 +1,4 @@
-"""`hora bench quality`: what it costs in quality when workers meet only now and then, in the same number of samples.
+"""`hora bench quality`: quality of strategies that synchronise in rounds, after the same number of samples.
 
 Every run goes through the real launcher, and its workers are hora_benchmarks.bench.quality_rank: handwritten digits and
 a small character-level GPT, under the ring and under Local SGD and DiLoCo, from the same seeds, in the same order of

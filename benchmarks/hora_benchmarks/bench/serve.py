@@ -1,9 +1,10 @@
 """`hora bench serve`: what live predictions cost the training, and how many there are, during it and after it.
 
-Each figure is a run of its own through the real launcher, the kinds in turn, so that all meet the same weather:
+Each figure is a run of its own through the real launcher, the kinds in turn, so that other load on the machine affects
+all alike:
 
     off          training alone
-    idle         a predictor that nobody asks
+    idle         a predictor without requests
     json × c     c clients that ask for one row as JSON, again and again; then the same after the training
     binary × c   the same in the Open Inference Protocol's binary form
 """

@@ -1,4 +1,4 @@
-"""`hora bench staleness`: what a late gradient costs, and what the corrections win back.
+"""`hora bench staleness`: what stale gradients cost, and what the corrections win back.
 
 One process, the real server (server/state.py), and s + 1 workers that take turns: each pulls, computes, and pushes
 after all others have pushed once. So every gradient has a lag of exactly s, which no run of several processes could

@@ -2,7 +2,7 @@
 
 Each contestant is a set of processes of its own, started as its user would start it and running the same loop
 (hora_benchmarks.bench.train_rank). They take turns: R rounds of K steps each, the order rotated from round to round, so
-that what the machine does to one it does to all. A step takes as long as its slowest rank.
+that other load on the machine affects all alike. A step takes as long as its slowest rank.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main(
 
 
 def measure(those: Sequence[Contestant], model: str, steps: int, rounds: int) -> tuple[list[Row], list[str]]:
-    """Every contestant's row, and what is to be said of those that have none."""
+    """Every contestant's row, and a message for each that has none."""
     turns, batch_size, failures = take(those, model, steps, rounds)
     rows = [row_of(one, model, batch_size, turns[one.name]) for one in those if one.name in turns]
     single = next((row["samples_per_s"] for row in rows if row["name"] == "single"), None)
@@ -108,11 +108,11 @@ def measure(those: Sequence[Contestant], model: str, steps: int, rounds: int) ->
 def take(
     those: Sequence[Contestant], model: str, steps: int, rounds: int, warm_up: int = WARM_UP_STEPS
 ) -> tuple[dict[str, list[list[Answer]]], int, list[str]]:
-    """By name what every rank answered in each round; the model's batch size; what is to be said of who failed."""
+    """By name what every rank answered in each round; the model's batch size; a message for each that failed."""
     turns: dict[str, list[list[Answer]]] = {one.name: [] for one in those}
     with ending_on_signals(), tempfile.TemporaryDirectory(prefix="hora-bench-") as folder:
         conductor = Conductor(those, model, folder)
-        leave_s = 0.0  # whoever interrupts does not want to wait for goodbyes
+        leave_s = 0.0  # an interrupted benchmark does not wait for ranks to leave
         try:
             _say(
                 f"starting {sum(one.ranks for one in those)} processes; all together this takes roughly "
@@ -132,14 +132,14 @@ def take(
         finally:
             conductor.close(leave_s)
     running = conductor.running
-    batch_size = max(one.batch_size for one in running.values())  # 0 for one that has never said a word
+    batch_size = max(one.batch_size for one in running.values())  # 0 for one that never answered
     return {name: mine for name, mine in turns.items() if running[name].alive}, batch_size, conductor.failures
 
 
 def rough_duration_s(
     those: Sequence[Contestant], model: str, steps: int, rounds: int, warm_up: int = WARM_UP_STEPS
 ) -> float:
-    """What to tell somebody who waits. More ranks than cores share them."""
+    """For the progress line. More ranks than cores share them."""
     cores = num_cores()
     start_s = ROUGH_START_S * max(1.0, sum(one.ranks for one in those) / cores)
     each = warm_up + 1 + rounds * (steps + 1)

@@ -1,8 +1,8 @@
 """Conductor: starts every contestant of `hora bench train` as its user would, and lets one at a time take its steps.
 
-All contestants are started at once and build their models; then each blocks on a Unix socket, and burns no time, until
-the conductor gives it the word. Who ends before the end, or does not answer in time, is named with the last lines of
-its stderr; the others go on. `close` leaves no process behind.
+All contestants are started at once and build their models; then each blocks on a Unix socket until the conductor sends
+it a request. One that ends early, or does not answer in time, is named with the last lines of its stderr; the others
+go on. `close` leaves no process behind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START_S = 300.0  # for all of them together: many processes import torch at the 
 TURN_S = 60.0
 STEP_S = 10.0
 POLL_S = 0.1
-SETTLE_S = 3.0  # how long the rest of a failed contestant may take to say why
+SETTLE_S = 3.0  # how long the rest of a failed contestant may take to write its error
 LEAVE_S = 10.0
 TERM_S = 4.0
 TAIL_LINES = 15
@@ -54,7 +54,7 @@ class Contestant:
 
 
 class Running:
-    """A contestant's processes, each leading a process group, and the line to each of its ranks."""
+    """A contestant's processes, each leading a process group, and the connection to each of its ranks."""
 
     def __init__(self, contestant: Contestant, model: str, path: str, folder: pathlib.Path) -> None:
         self.contestant = contestant
@@ -123,14 +123,14 @@ class Running:
         return True
 
     def signal(self, number: int) -> None:
-        """To every group that is left. A launcher passes SIGTERM on; after SIGKILL its guardian ends its ranks."""
+        """To every group that is left. A launcher passes SIGTERM on; after SIGKILL its reaper ends its ranks."""
         for process in self.processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
 
     def fail(self, what: str, settle_s: float = SETTLE_S) -> None:
-        """Ends what is left of it after `settle_s` and remembers why, in its own last words."""
+        """Ends what is left of it after `settle_s` and keeps the end of its stderr as the reason."""
         self.wait(settle_s)
         codes = [process.poll() for process in self.processes]
         end([self])
@@ -147,7 +147,7 @@ class Conductor:
     """Call `start`, then `turn` as often as wanted; `close` in any case. One caller, one thread."""
 
     def __init__(self, contestants: Sequence[Contestant], model: str, folder: str) -> None:
-        """`folder` is private (0700): whoever can reach the socket in it can drive the benchmark."""
+        """`folder` is private (0700): a process that can reach the socket in it can drive the benchmark."""
         self._path = os.path.join(folder, "socket")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self._path)
@@ -184,7 +184,7 @@ class Conductor:
         file = line.makefile("rb")
         text = file.readline()
         if not text:
-            return  # it died between two lines; its process tells
+            return  # it died between two lines; its process has the reason
         hello = json.loads(text)
         one = self.running[hello["name"]]
         one.lines[hello["rank"]] = (line, file)
@@ -232,7 +232,7 @@ class Conductor:
 
 
 def end(those: Sequence[Running], leave_s: float = 0.0) -> None:
-    """Ends contestants, the harder the longer they stay; an interruption here ends them at once."""
+    """Ends contestants, with SIGTERM, then SIGKILL; an interruption here ends them at once."""
     for one in those:
         one.hang_up()
     try:

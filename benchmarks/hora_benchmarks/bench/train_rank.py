@@ -1,9 +1,9 @@
 """One rank of one contestant of `hora bench train`: python -m hora_benchmarks.bench.train_rank SOCKET NAME HOW MODEL.
 
 HOW is plain, kept, ddp, hora, or logged, which is hora with a job.log in every step. It builds the model, connects to
-the conductor's socket and says so, then blocks until a line {"steps": K} comes: it takes one step untimed and K timed
-ones and answers with their times. The end of the connection is the end of the rank. Only the last two load Hora's
-training parts.
+the conductor's socket, reports that it is ready, then blocks until a line {"steps": K} comes: it takes one step untimed
+and K timed ones and answers with their times. The end of the connection is the end of the rank. Only the last two load
+Hora's training parts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def train(how: str, model_name: str) -> tuple[int, Step, Any, Step]:
 
 
 def measure(step: Step, traffic: Any, steps: int) -> dict[str, Any]:
-    step()  # its own data comes back into the cache, its connections out of idleness
+    step()  # brings its data back into the cache and wakes idle connections
     if traffic is not None:
         traffic.reset()
     seconds = []

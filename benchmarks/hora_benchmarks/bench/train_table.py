@@ -1,4 +1,4 @@
-"""What `hora bench train` shows: the steps, what each contestant pays over processes that never talk, and a plot."""
+"""Tables and plot of `hora bench train`: steps, and their cost over processes that never communicate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def print_steps(rows: list[Row], title: str) -> None:
     for heading in ("ranks", "ms: median (p10 to p90)", "comm ms", "hidden", "samples/s", "efficiency"):
         table.add_column(heading, justify="right")
     for row in rows:
-        alone = row["ranks"] == 1  # nobody to talk to
+        alone = row["ranks"] == 1  # no peer
         table.add_row(
             row["name"],
             str(row["ranks"]),
@@ -48,7 +48,7 @@ def print_steps(rows: list[Row], title: str) -> None:
 
 
 def print_overheads(rows: list[Row]) -> None:
-    """What each pays per step over processes that never talk, from the medians of this run, beside the targets.
+    """What each costs per step over processes that never communicate, from the medians of this run, beside the targets.
 
     Hora keeps freed memory (hora.parameters.allocator), which is a gain of its own: over plain processes that keep
     theirs too stands what is left without it.
@@ -83,7 +83,8 @@ def print_overheads(rows: list[Row]) -> None:
 
 
 def plot_steps(rows: list[Row], title: str, path: str) -> str | None:
-    """A bar for each median, whiskers from p10 to p90, the peers above Hora. What is missing, if it cannot be drawn."""
+    """A bar for each median, whiskers from p10 to p90, the peers above Hora. Returns what is missing if it cannot be
+    drawn."""
     try:
         import matplotlib
     except ImportError:

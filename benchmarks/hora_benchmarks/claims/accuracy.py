@@ -1,8 +1,8 @@
 """Claim 5: synchronous against asynchronous is accuracy against speed.
 
 Handwritten digits (1,500 of them, a network of 64 hidden units, SGD without and with momentum) under one parameter
-server through the real launcher: all workers wait for all (sync), nobody waits (async), nobody is more than two steps
-ahead (ssp), or all meet after every eighth step (every). Each worker takes 20 samples a step everywhere, so a
+server through the real launcher: all workers wait for all (sync), none waits (async), none is more than two steps ahead
+(ssp), or all synchronise after every eighth step (every). Each worker takes 20 samples a step everywhere, so a
 synchronous step is of W · 20, and all have seen the same samples in the end. Each has the learning rate that is best
 for it on seeds that are used for nothing else, of eight that are the same for all.
 

@@ -1,23 +1,31 @@
-"""The claims there are, in the order of their numbers. Each lives in the module of its name."""
+"""All claims. A module of this package without `_` in its name that defines CLAIM is a claim."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
+import pkgutil
+
+from hora.errors import did_you_mean
 
 from .claim import Claim
 
-NAMES = (
-    "master", "servers", "speedup", "asynchronous", "accuracy", "straggler", "overlap", "local", "memory", "batch",
-    "pipeline", "lines", "coordinator", "ledger",
-)  # fmt: skip
+
+def names() -> list[str]:
+    """In the order of the claims' numbers."""
+    return [claim.name for claim in sorted(_claims().values(), key=lambda claim: claim.number)]
 
 
 def find(name: str) -> Claim:
-    """ValueError for a name that nobody has, with the nearest one."""
-    if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"no claim is called {name!r}; {hint}there are: {', '.join(NAMES)}")
-    claim: Claim = importlib.import_module(f".{name}", __package__).CLAIM
-    return claim
+    """Raises ValueError for an unknown name, with the nearest one."""
+    found = _claims()
+    if name not in found:
+        there = names()
+        raise ValueError(f"no claim is called {name!r}; {did_you_mean(name, there)}there are: {', '.join(there)}")
+    return found[name]
+
+
+def _claims() -> dict[str, Claim]:
+    package = importlib.import_module(__package__)
+    modules = [each.name for each in pkgutil.iter_modules(package.__path__) if "_" not in each.name]
+    found = [importlib.import_module(f".{name}", __package__) for name in modules]
+    return {module.CLAIM.name: module.CLAIM for module in found if hasattr(module, "CLAIM")}

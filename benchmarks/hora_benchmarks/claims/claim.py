@@ -1,10 +1,10 @@
-"""Claim: one sentence that textbooks repeat, how it is measured, when it holds, and how it looks.
+"""Claim: a sentence of the textbooks, with its measurement, the rule that judges it, its table and its figure.
 
     measure ──▶ rows ──▶ judge ──▶ verdict
                   └────▶ table, draw
 
 Only `measure` runs anything. What it returns are plain rows, kept as a record (record.py); verdict, table and figure
-are functions of the rows alone, so that anybody can judge and draw again what was measured elsewhere. `rule` is fixed
+are functions of the rows alone, so that a record can be judged and drawn again on any machine. `rule` is fixed
 before the measurement that is shown and is what `judge` computes: the verdict is never chosen by hand.
 
 Modules of claims load neither torch nor matplotlib when they are imported: `hora claims --list` reads them all.

@@ -22,27 +22,29 @@ INTO = "hora-claims"
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--list", "listing", is_flag=True, help="List the claims. E.g. hora claims --list.")
 @click.option(
-    "--list", "listing", is_flag=True, help="Name the claims, with what each says and takes, e.g. hora claims --list."
+    "--quick",
+    is_flag=True,
+    help="Measure for minutes only; without a name, all claims. E.g. --quick.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Little of everything, minutes on two cores; without a name: all, e.g. --quick."
+    "--all", "everything", is_flag=True, help="Measure all claims in full, which takes more than an hour. E.g. --all."
 )
-@click.option("--all", "everything", is_flag=True, help="All claims in full; an hour and more, e.g. --all.")
 @click.option(
     "--into",
     "folder",
     metavar="DIR",
     default=INTO,
-    help=f"Where record and figure go, e.g. --into docs/claims. Without it: {INTO}.",
+    help=f"Folder of records and figures. E.g. --into docs/claims. Default: {INTO}.",
 )
 @click.option(
     "--redraw",
     is_flag=True,
-    help="Measure nothing: judge and draw again what is recorded in DIR, e.g. overlap --redraw.",
+    help="Measure nothing: judge and draw the records in DIR again. E.g. overlap --redraw.",
 )
 @click.option(
-    "--page", "page_path", metavar="FILE.md", help="Write the page of all records in DIR, e.g. --page docs/CLAIMS.md."
+    "--page", "page_path", metavar="FILE.md", help="Write a page of all records in DIR. E.g. --page docs/CLAIMS.md."
 )
 def claims(
     names: tuple[str, ...],
@@ -53,7 +55,7 @@ def claims(
     redraw: bool,
     page_path: str | None,
 ) -> int:
-    """Put a claim of the textbooks to the test: measure, draw, and say whether it holds here.
+    """Test a textbook claim on this machine: measure, draw, judge.
 
     \b
       hora claims --list
@@ -68,7 +70,7 @@ def claims(
             _list()
             return exit_codes.OK
         if not (names or quick or everything or redraw or page_path):
-            raise click.UsageError("name a claim, e.g. hora claims overlap --quick; hora claims --list names them all")
+            raise click.UsageError("give a claim, e.g. hora claims overlap --quick; hora claims --list shows them all")
         if everything and (names or quick or redraw):
             raise click.UsageError("--all is all claims in full: leave names, --quick and --redraw out")
         if page_path and quick:
@@ -79,7 +81,7 @@ def claims(
         if redraw:
             _redraw(names, into, quick)
         elif names or quick or everything:
-            failed = _measure(names or catalogue.NAMES, into, quick)
+            failed = _measure(names or catalogue.names(), into, quick)
         if page_path:
             _write_page(into, pathlib.Path(page_path))
         return exit_codes.SCRIPT_FAILED if failed else exit_codes.OK
@@ -96,7 +98,7 @@ def _list() -> None:
     table = Table(show_lines=True)
     for heading in ("", "name", "what textbooks say", "in full", "minutes,\nquick / full"):
         table.add_column(heading)
-    for name in catalogue.NAMES:
+    for name in catalogue.names():
         claim = catalogue.find(name)
         minutes = " / ".join(f"{value:g}" for value in claim.minutes)
         table.add_row(str(claim.number), name, claim.says, claim.needs, minutes)
@@ -104,7 +106,7 @@ def _list() -> None:
 
 
 def _measure(names: Sequence[str], into: pathlib.Path, quick: bool) -> bool:
-    """Each claim in turn; one that cannot be measured is said and does not stop the others. Whether one failed."""
+    """Measures each claim in turn; returns whether one failed. One that cannot be measured does not stop the others."""
     from hora.launch.launched import ending_on_signals
 
     from . import catalogue, record

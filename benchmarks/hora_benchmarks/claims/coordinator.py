@@ -1,6 +1,6 @@
 """Claim: all-reduce still needs a coordinator, but it carries almost nothing.
 
-Runs whose coordinator lives in this process and counts (coordinator_desk.py): all bytes that it receives and sends,
+Runs whose coordinator lives in this process and counts (coordinator_run.py): all bytes that it receives and sends,
 against the bytes of tensors that the workers give to others. The processes are those of `hora run`, with its metrics: a
 job.log in every step, and reports four times a second. Counted apart: what passes before the first step, in the steps,
 and at the end. A turn of steps is counted from its first to its last, right after others that are not counted, half as
@@ -11,8 +11,8 @@ too small.
 Reports go by the clock: a longer step holds more of them, whatever is trained. So there are runs without metrics too,
 where only what the steps themselves need is left.
 
-`needed` means that nobody begins without it: hora.init() returns when the coordinator has seen everybody join, and it
-is where the processes learn each other's addresses. So this half of the sentence follows from Hora's design and could
+`needed` means that no process begins without it: hora.init() returns when the coordinator has seen all join, and it is
+where the processes learn each other's addresses. So this half of the sentence follows from Hora's design and could
 not have come out otherwise; only the bytes are measured.
 """
 
@@ -38,7 +38,7 @@ FULL = (
 )  # workers, parameters, with metrics, steps: several reports long, and half as many are rounds of local  # fmt: skip
 REPORTS, SAMPLES = ("report",), ("take", "begin", "done")
 DESIGN = (
-    "That the coordinator is needed is so by design, not a finding: hora.init() returns when it has seen everybody."
+    "That the coordinator is needed is so by design, not a finding: hora.init() returns when it has seen all processes."
 )
 
 
@@ -51,32 +51,32 @@ def measure(quick: bool) -> list[Row]:
 
 def measured(names: Sequence[str], workers: int, params: int, metrics: bool, *, steps: int, rounds: int) -> list[Row]:
     """A row for each strategy. All are started, then they take turns, the order rotated."""
-    from .coordinator_desk import Setting, opened
+    from .coordinator_run import Setting, opened
 
     text = f"{workers} workers, {params / 1e6:g} M parameters{'' if metrics else ', no metrics'}"
     with contextlib.ExitStack() as stack:
-        desks, rows = [], []
+        runs, rows = [], []
         for name in names:
             print(f"{text}: starting {name}", file=sys.stderr, flush=True)
             servers = STRATEGIES[name]
             setting = Setting(strategy=name, workers=workers, params=params, metrics=metrics, servers=servers)
-            desks.append(stack.enter_context(opened(setting)))
+            runs.append(stack.enter_context(opened(setting)))
             row: Row = {"strategy": name, "workers": workers, "servers": servers, "params": params, "metrics": metrics}
-            rows.append(row | {"steps": steps, "meeting": desks[-1].start(), "repeats": []})
+            rows.append(row | {"steps": steps, "meeting": runs[-1].start(), "repeats": []})
         for round in range(rounds):
             print(f"{text}: round {round + 1} of {rounds}", file=sys.stderr, flush=True)
             for index in range(len(names)):
                 at = (round + index) % len(names)
-                rows[at]["repeats"].append(desks[at].ask(steps, lead=steps // 2))
-        for desk, row in zip(desks, rows, strict=True):
-            row["leaving"] = desk.stop()
+                rows[at]["repeats"].append(runs[at].ask(steps, lead=steps // 2))
+        for run, row in zip(runs, rows, strict=True):
+            row["leaving"] = run.stop()
     return rows
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
     strangers = [row for row in rows if joined(row) < row["workers"] + row["servers"]]
     if strangers:
-        return Verdict(word="fails", text=f"not everybody met through it, e.g. under {strangers[0]['strategy']}")
+        return Verdict(word="fails", text=f"not all processes met through it, e.g. under {strangers[0]['strategy']}")
     large = [row for row in rows if row["params"] >= LARGE and row["metrics"]]
     most = {name: max(share(row) for row in large if row["strategy"] == name) for name in _names(large)}
     largest = {name: max((row for row in large if row["strategy"] == name), key=share) for name in most}
@@ -300,8 +300,8 @@ CLAIM = Claim(
     rule="holds if every process of every run meets the others through it, and what passes through it in a step, in "
     f"and out, with metrics, is less than {SHARE:.0%} of the bytes of tensors that the workers send in it, wherever "
     f"the model has {LARGE / 1e6:g} M parameters or more; only if, where some strategies do so; fails otherwise. That "
-    "everybody meets through it follows from the design (hora.init() returns no sooner) and is only checked: what is "
-    "measured, and decides, are the bytes.",
+    "all processes meet through it follows from the design (hora.init() returns no sooner) and is only checked: what "
+    "is measured, and decides, are the bytes.",
     needs="nothing: 2, 4 and 8 workers, which take turns",
     minutes=(1, 6),
     measure=measure,

@@ -1,6 +1,6 @@
 """One process of claim `coordinator`: python -m hora_benchmarks.claims.coordinator_rank PARAMS.
 
-It speaks a crew's language (bench/ps_crew.py): for {"steps": K} a worker trains K steps of a model with about PARAMS
+It answers requests as bench/process_pool.py says: for {"steps": K} a worker trains K steps of a model with about PARAMS
 parameters, logs the loss in each, and answers with the bytes of tensors that it gave to others and the seconds of the
 steps, as soon as the last is over. A server answers too, with nothing, from a thread.
 """
@@ -52,7 +52,7 @@ def answer_nothing(answers: TextIO) -> None:
 def main(params: int) -> None:
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed must not come between the answers
+    os.dup2(2, 1)  # nothing else may be printed between the answers
     job = hora.init()
     torch.manual_seed(0)
     model = build(params)

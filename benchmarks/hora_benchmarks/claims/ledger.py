@@ -3,10 +3,10 @@
 One epoch with four workers, the last of which takes 4 times as long for a step, paced by sleeping as if an accelerator
 computed, so that two cores are enough. Dealt, every worker has the same number of samples before the epoch begins: then
 it cannot end before the slow one has done its part, whether the others wait for it at each step, as under the ring, or
-only every eighth, as under local:every=8. Leased, whoever is free takes the next block from the coordinator's book; a
-block that a prefetching loader has taken ahead of time is taken over by a worker that has nothing left. Several
-strategies lease: that helps only as far as the strategy lets a fast worker go ahead. Handed over is how many samples
-fewer than an equal share the slow worker computed.
+only every eighth, as under local:every=8. Leased, a free worker takes the next block from the coordinator's lease
+manager; a block that a prefetching loader has taken ahead of time is taken over by a worker that has nothing left.
+Several strategies lease: that helps only as far as the strategy lets a fast worker go ahead. Handed over is how many
+samples fewer than an equal share the slow worker computed.
 
 The ideal knows no push and no pull. So every way of leasing also runs with equal workers, at the same pace: what it
 takes more than the ideal there has nothing to do with a slow worker. This is told, and decides nothing.
@@ -239,11 +239,11 @@ def _note(rows: Sequence[Row]) -> str:
         f"batches of {first['batch']}, {1000 * first['pace_s']:.0f} ms each, paced by sleeping. Ideal: all work, "
         f"divided by the sum of speeds, {first['ideal_s']:.2f} s; it knows neither push nor pull, nor that the slow "
         f"worker's last block takes {1000 * last_s:.0f} ms, {last_s / first['ideal_s']:.0%} of it. Equal workers: the "
-        "control, the same way of leasing with nobody slow, in % of its own ideal (– where there was none). × its own "
-        "even run: % of ideal over that of the control, which is the epoch over the one with equal workers, scaled by "
-        "the sums of speeds: 1 if a slow worker costs nothing but its speed. Samples by worker: of the repeat with the "
-        "median time. Handed over: how many samples fewer than an equal share the slow worker computed. Blocks taken "
-        "over: one worker had taken them, another computed them"
+        "control, the same way of leasing with no slow worker, in % of its own ideal (– where there was none). × its "
+        "own even run: % of ideal over that of the control, which is the epoch over the one with equal workers, scaled "
+        "by the sums of speeds: 1 if a slow worker costs nothing but its speed. Samples by worker: of the repeat with "
+        "the median time. Handed over: how many samples fewer than an equal share the slow worker computed. Blocks "
+        "taken over: one worker had taken them, another computed them"
     )
 
 

@@ -9,7 +9,7 @@ everything.
 
 Lines are counted by difflib, without blank lines, comments and the text at a script's head; all scripts are formatted
 by the same tool. A line that is new, gone or different is one changed line, an indented one too. How a script is
-started on two machines with a worker each is said at its head, one line for each command that somebody has to give.
+started on two machines with a worker each is said at its head, one line for each command that a user has to give.
 
 The limit of ten lines and "the fewest" were fixed before the scripts were written, all of them by Hora's authors.
 

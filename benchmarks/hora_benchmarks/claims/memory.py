@@ -8,7 +8,7 @@ What must be held, per parameter: itself 4, its gradient 4, AdamW's two moments 
 for a worker of the ring; sharded, each of n workers has an n-th of the moments, and on one host pays an n-th of the
 parameters, which all of them see; with servers a worker has no moments, and the servers together have the parameter,
 the moments and the sum of the gradients. Local SGD's worker has all 16, and the vector in which parameters are
-averaged, 4, for the length of a round; DiLoCo's in addition the common point and the outer momentum.
+averaged, 4, for the length of a round; DiLoCo's in addition the anchor parameters and the outer momentum.
 
 Hora runs on one host here, where workers and servers share memory. All processes are looked at every 50 ms (bench/
 peak.py), and what several of them map is paid by each in equal parts. A process needs the most that it had at any look;

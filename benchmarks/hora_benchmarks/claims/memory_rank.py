@@ -3,7 +3,7 @@
 HOW is hora, or plain for the same loop without Hora. So many square layers are trained for a few steps with AdamW; a
 single one of width 1 shows what the process needs without a model. It is looked at from outside, so there is little to
 tell: how many parameters there are. In the end it stays for a moment, so that it is looked at once with all that it
-has, says so, and stays for another: nobody is looked at while others leave.
+has, says so, and stays for another: no process is looked at while others leave.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SERIAL = "overlap=false"
 SPARE, CROWDED = "one host, a core to spare", "one host, no core to spare"
 TCP = "ring over TCP"  # made up: where nothing limits Hora, it takes another way
-NO_LIMIT = 1e12  # bytes/s: whoever has a rate, however high, talks over TCP
+NO_LIMIT = 1e12  # bytes/s: a worker with a rate limit, however high, uses TCP
 MOST_HOSTS = 4
 MOST_WORKERS = 8
 FEW_CORES = 4

@@ -1,7 +1,7 @@
 """One step out of the trace of a run of overlap_rank.py: what the training thread was at, and what was on its way.
 
     forward   backward   waiting   step             training: backward ends with its last gradient
-                 bucket 0  bucket 1 …               on their way: from when somebody works on a bucket until it is there
+                 bucket 0  bucket 1 …               in flight: from when a bucket's reduction begins until it is done
 
 A bucket leaves training when it is launched; until one before it has arrived it may have to queue.
 """

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..bench import links
-from ..bench.ps_crew import Answer, Crew
+from ..bench.process_pool import Answer, ProcessPool
 
 RATE = "160mbit"
 PARAMS = 750_000
@@ -63,15 +63,15 @@ def obstacle(quick: bool) -> str:
 def take(title: str, runs: Sequence[Run], rounds: int) -> list[list[list[Answer]]]:
     """For every run, for every round, its workers' answers by rank. The order rotates from round to round.
 
-    RuntimeError if one fails; nobody is left running."""
+    RuntimeError if one fails; no process is left running."""
     hosts = max(run.hosts for run in runs)
     found: list[list[list[Answer]]] = [[] for _ in runs]
     with links.Namespaces(hosts, RATE) as where:
         program = [sys.executable, "-m", "hora_benchmarks.claims.paced_rank"]
-        crew = Crew(title, [[*where.command(rank, 0), *program] for rank in range(hosts)])
+        pool = ProcessPool(title, [[*where.command(rank, 0), *program] for rank in range(hosts)])
         try:
             _say(f"{title}: starting {hosts} hosts")
-            crew.start()
+            pool.start()
             meeting = 0
             for round in range(rounds):
                 first = round * len(runs) // rounds
@@ -79,9 +79,9 @@ def take(title: str, runs: Sequence[Run], rounds: int) -> list[list[list[Answer]
                     run = runs[index]
                     _say(f"{title}: round {round + 1} of {rounds}, {_text(run)}")
                     meeting += 1
-                    found[index].append(crew.ask(_request(run, meeting), RUN_S)[: run.workers])
+                    found[index].append(pool.ask(_request(run, meeting), RUN_S)[: run.workers])
         finally:
-            crew.stop(0.0)  # a host has nothing to say goodbye to: its children have done so
+            pool.stop(0.0)  # a host has no run to leave: its children have left theirs
     return found
 
 

@@ -2,14 +2,14 @@
 
 Sixteen workers cannot compute at once on two cores. So here a worker's compute is a sleep, as if an accelerator did it:
 the core is free meanwhile, and communication is real. The sleep lies where compute would be: the model is LAYERS
-vectors of equal length, whose forward takes a third of `compute_s` and whose backward takes the rest, layer by layer.
-A gradient appears when the sleep of its layer is over, so whoever sends during backward can hide what it sends, and
-nobody can send sooner. Buckets of all-reduce are a quarter of the model, Hora's and DDP's.
+vectors of equal length, whose forward takes a third of `compute_s` and whose backward takes the rest, layer by layer. A
+gradient appears when the sleep of its layer is over, so a strategy that sends during backward can hide its
+communication, and none can send sooner. Buckets of all-reduce are a quarter of the model, Hora's and DDP's.
 
 Every gradient is 1 and the learning rate is 1, so a weight counts the updates that it got: a step that was lost or
 applied twice would be seen, and is an error.
 
-It speaks a crew's language (ps_crew.py). A request names one run: {"meeting", "how", "workers", "servers", "params",
+It answers requests as process_pool.py says. A request names one run: {"meeting", "how", "workers", "servers", "params",
 "compute_s", "jitter", "lead", "steps", "trail"}. `how` is alone, ddp, or a strategy of Hora; the first ranks are
 workers, then come the servers, and hosts beyond them answer with nothing. For each run the host forks a process that
 does it all, from meeting the others to leaving them, so that torch is loaded once for all runs. A worker takes `lead`
@@ -217,7 +217,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first optimizer loads half of torch: once here, not in every child
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed must not come between the answers
+    os.dup2(2, 1)  # nothing else may be printed between the answers
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)

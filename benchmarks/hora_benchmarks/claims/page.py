@@ -13,7 +13,7 @@ from .record import Record
 HEAD = """# Claims
 
 What textbooks and blogs repeat about distributed training, put to the test under the architectures that each claim is
-about. Each command can be run again: `hora claims --list` names them, `--quick` takes minutes on two cores. A verdict
+about. Each command can be run again: `hora claims --list` lists them, `--quick` takes minutes on two cores. A verdict
 is computed from the measured rows by its rule, and this page is written from the records by
 `{command}`, never by hand. Where a rule or a setting was changed after results
 had been seen, the section says what and why. What a verdict says of two cores and slept compute need not hold on your
@@ -29,7 +29,7 @@ def write(records: Sequence[Record], folder: pathlib.Path, path: pathlib.Path) -
 
 def text(records: Sequence[Record], figures: pathlib.Path, command: str) -> str:
     """The whole page. `figures` is where the pictures lie, as seen from the page."""
-    full = sorted(records, key=lambda one: (catalogue.NAMES.index(one.claim), one.cores))
+    full = sorted(records, key=lambda one: (catalogue.names().index(one.claim), one.cores))
     overview = Table(
         headings=("", "claim", "command", "figure", "verdict", "measured"),
         lines=[_cells(catalogue.find(one.claim), one, figures) for one in full],

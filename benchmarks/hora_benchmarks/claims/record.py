@@ -1,6 +1,6 @@
 """Record: what was measured for a claim, where, when and by which command, as JSON lines: a head, then the rows.
 
-A record holds no verdict: whoever reads it judges again (claim.py).
+A record holds no verdict: it is judged again when it is read (claim.py).
 """
 
 from __future__ import annotations

@@ -263,5 +263,5 @@ CLAIM = Claim(
     "efficiency be halved from 2 to the most workers; full runs meet that too, but a quick one with 4 workers cannot, "
     "so it became “every doubling”. An earlier record under this setting and rule was 'only if there are at most 8 "
     "workers' (the ring at 79.6 % with 16); a defect of Hora's own was found since, and mended before this run: an "
-    "all-reduce that nobody waits for did itself wait for the one before it.",
+    "all-reduce in the background did itself wait for the one before it.",
 )

@@ -1,10 +1,10 @@
-"""Claim: speed is proportional to the number of workers. Where it bends, and who is to blame: machine or communication.
+"""Claim: speed is proportional to the number of workers. Where it bends, and because of machine or communication.
 
 One host, one thread per worker, AdamW, the two models of bench/models.py: mlp (20.0 M parameters, little arithmetic for
 each) and gpt (10.8 M, much). Every worker has a batch of its own, so that the ideal speed of n workers is n times that
 of one. Measured are the ring, shared memory (what `auto` takes on one host), parameter servers in the workers' own
-processes, DDP on Gloo, and processes that never talk. These last are the machine's own limit: what they lose to memory
-bandwidth, caches and clock no way of communicating can win back.
+processes, DDP on Gloo, and processes that never communicate. These last are the machine's own limit: what they lose to
+memory bandwidth, caches and clock no way of communicating can win back.
 
 For each number of workers all are started side by side, together with one worker alone, and take turns; every round's
 speeds are divided by the speed of the one worker in the same round. All keep freed memory (memory.py), DDP too, so that
@@ -31,7 +31,7 @@ SIZES = (2, 4, 8, 16)  # workers
 FEW_CORES = 4  # on so many or less, twice as many workers show what comes beyond the cores
 TALKING = ("ring", "shared", "ps", "ddp")
 ALONE, SILENT = "one", "independent"
-LUCK = "The fastest is whoever has the highest median of those that talk, which favours luck."
+LUCK = "The fastest is the one with the highest median of those that communicate, which favours luck."
 LABELS = {"ring": "ring", "shared": "shared memory", "ps": "servers, colocated", "ddp": "DDP on Gloo",
           SILENT: "processes that never talk"}  # fmt: skip
 FEW = 4  # workers: up to here results are near the bar
@@ -85,8 +85,8 @@ def row_of(
 ) -> Row:
     """`speeds` and `one`, in samples/s, are by round; `exposed_s` is per step, the mean over ranks.
 
-    Whoever talks waits for the slowest worker in every step. Who does not need not: for these `lockstep` has the speed
-    as if they did.
+    Workers that communicate wait for the slowest in every step. Those that never do have in `lockstep` the speed as if
+    they did.
     """
     by_slowest = [speed(answers, batch_size) for answers in turns]
     row = {
@@ -186,7 +186,7 @@ def _model_text(rows: Sequence[Row], model: str, best: Mapping[int, Row]) -> str
 
 
 def best_of(rows: Sequence[Row], model: str) -> dict[int, Row]:
-    """By number of workers, up to the cores, the row of whoever talks and is fastest."""
+    """By number of workers, up to the cores, the fastest row of those that communicate."""
     mine = [row for row in rows if row["model"] == model and row["name"] in TALKING and row["workers"] <= row["cores"]]
     counts = sorted({row["workers"] for row in mine})
     return {count: max((row for row in mine if row["workers"] == count), key=share) for count in counts}

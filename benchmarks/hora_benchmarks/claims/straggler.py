@@ -9,7 +9,7 @@ accelerator did it, so that two cores are enough; model, gradients and updates a
                and spell are drawn anew for each repeat, so that all workers are slow equally often
 
 How slow a worker is depends on how many steps it has taken itself, the same for every strategy. A gradient that was
-dropped counts for nothing: shares are of samples whose gradients were used. Where nobody is slow a strategy does not
+dropped counts for nothing: shares are of samples whose gradients were used. Where no worker is slow a strategy does not
 reach all that is possible either; what a straggler takes from it is told by its share of what the control reaches.
 """
 
@@ -72,7 +72,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def passing(size: int, steps: int, seed: int) -> Factors:
-    """In every 2 `size` spells each worker is slow in one, alone; in the others nobody is."""
+    """In every 2 `size` spells each worker is slow in one, alone; in the others none is."""
     dice = random.Random(seed)
     slow: list[list[float]] = [[] for _ in range(size)]
     for _ in range(steps // (SPELL * 2 * size)):
@@ -115,8 +115,8 @@ def _add(row: Row, loop: Loop, factors: Factors) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reached:
-    """Under a kind of straggler: `possible` are the shares of what is possible if nobody waits, by repeat, and `kept`
-    is how much their median is of the same strategy's without a straggler."""
+    """Under a kind of straggler: `possible` are the shares of what is possible if no worker waits, by repeat; `kept` is
+    how much their median is of the same strategy's without a straggler."""
 
     possible: list[float]
     kept: float
@@ -233,7 +233,7 @@ def table(rows: Sequence[Row]) -> Table:
         note=f"{first['workers']} workers, {first['steps']} steps each of {1000 * first['pace_s']:.0f} ms, paced by "
         f"sleeping. Straggler: none (the control); lasting, the last worker takes {SLOWNESS:g} times as long, always; "
         f"passing, spells of {SPELL} steps, in every second one, on average, one worker takes {low:g} to {high:g} "
-        "times as long, each worker in its turn. What is possible: the sum of the workers' own speeds, nobody waiting. "
+        "times as long, each worker in its turn. What is possible: the sum of the workers' own speeds, none waiting. "
         "Kept: that share as a part of the same strategy's without a straggler; above 100 % where it loses more "
         "without one, as a backup worker does, which leaves out a gradient of every step. Dropped: computed, but too "
         "late; passed over: never computed, the others had gone on; idle: not computing",
@@ -300,11 +300,12 @@ CLAIM = Claim(
     number=6,
     name="straggler",
     says="A straggler holds synchronous training back; bounded staleness and backup workers help",
-    rule="shares are of what is possible if nobody waits; kept is what a strategy's share under a straggler is of its "
-    f"share without. Holds if synchronous training (the faster of ring and ps) keeps less than {HELD_BACK:.0%} under a "
-    "lasting and under a passing straggler, and bounded staleness (the faster of two bounds) and a backup worker each "
-    f"add at least {GAIN:.0%} under both, to the share and to what is kept; only if: at least one of them does under "
-    "at least one kind that holds synchronous training back; fails otherwise. Medians; dropped gradients do not count",
+    rule="shares are of what is possible if no worker waits; kept is what a strategy's share under a straggler is of "
+    f"its share without. Holds if synchronous training (the faster of ring and ps) keeps less than {HELD_BACK:.0%} "
+    "under a lasting and under a passing straggler, and bounded staleness (the faster of two bounds) and a backup "
+    f"worker each add at least {GAIN:.0%} under both, to the share and to what is kept; only if: at least one of them "
+    "does under at least one kind that holds synchronous training back; fails otherwise. Medians; dropped gradients do "
+    "not count",
     needs="nothing special; 4 workers, 8 where there are 16 cores",
     minutes=(1, 9),
     measure=measure,

@@ -1,7 +1,7 @@
 """Uneven: runs whose workers are not equally fast, through the real launcher. What the claims about slow workers share.
 
 How slow a worker is in each of its steps is said beforehand, as factors of the pace: the same ones for every strategy.
-What would be possible if nobody waited for anybody is then known exactly: the sum of the workers' own speeds.
+What would be possible if no worker waited for another is then known exactly: the sum of the workers' own speeds.
 """
 
 from __future__ import annotations
@@ -105,5 +105,5 @@ def lasting(size: int) -> Factors:
 
 
 def ideal_samples_per_s(factors: Factors, batch: int, pace_s: float) -> float:
-    """What all workers together do if nobody waits for anybody."""
+    """What all workers together do if no worker waits for another."""
     return sum(batch / (pace_s * statistics.mean(of_one)) for of_one in factors)

@@ -1,9 +1,9 @@
-"""What takes part in `hora bench ps`: a Contestant, its Result, and a Crew of processes that measures on request.
+"""Contestants of `hora bench ps`, their results, and ProcessPool: processes that measure on request.
 
-A crew's processes print {"ready": true} once they are, then one JSON line for each JSON line on their stdin, and end
-when that ends. They stay alive from round to round and block in between: starting some of the peers takes long.
-Whatever a crew started is ended by `stop`, also what has left its process group: it carries the crew's mark in its
-environment.
+Each process prints {"ready": true} once it is, then one JSON line for each JSON line on its stdin, and ends when stdin
+does. They stay alive from round to round and block in between: starting some of the peers takes long.
+`stop` ends all processes that a pool has started, also those outside its process group: they have the pool's mark in
+their environment.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def gb_per_s(params: int, updates_per_s: float) -> float:
     return updates_per_s * params * 4 * 2 / 1e9
 
 
-class Crew:
-    """Processes that are asked together. One caller, one thread."""
+class ProcessPool:
+    """Processes that get each request together. For one thread."""
 
     def __init__(self, name: str, commands: Sequence[Sequence[str]], env: dict[str, str] | None = None) -> None:
         self.name = name
@@ -85,7 +85,7 @@ class Crew:
         self._errors: list[Any] = []
 
     def start(self) -> None:
-        """Returns when all are ready. RuntimeError, with their last words, if one is not."""
+        """Returns when all are ready. Raises RuntimeError with the end of its stderr if one is not."""
         if self._processes:
             return
         for command in self._commands:
@@ -103,7 +103,7 @@ class Crew:
         self._answers(START_S)
 
     def ask(self, request: Answer, limit_s: float) -> list[Answer]:
-        """Gives the request to all at once; their answers in order."""
+        """Sends the request to all at once; returns their answers in order."""
         if not self._processes:
             raise RuntimeError(f"{self.name}: not running")
         for process in self._processes:
@@ -138,7 +138,7 @@ class Crew:
         return [found[index] for index in sorted(found)]
 
     def _failure(self, what: str) -> RuntimeError:
-        """Ends the crew; the error carries the last lines of every stderr."""
+        """Ends the pool; the error carries the last lines of every stderr."""
         errors, self._errors = self._errors, []
         self.stop(leave_s=0.0)
         said = []
@@ -149,7 +149,7 @@ class Crew:
         return RuntimeError("\n".join([f"{self.name}: {what}", *said]))
 
     def stop(self, leave_s: float = LEAVE_S) -> None:
-        """Lets them end by themselves for `leave_s`, then ends them, the harder the longer they stay."""
+        """Lets them end by themselves for `leave_s`, then ends them, with SIGTERM, then SIGKILL."""
         try:
             for process in self._processes:
                 for pipe in (process.stdin, process.stdout):
@@ -196,21 +196,21 @@ def end_marked(mark: str) -> None:
 
 
 @dataclasses.dataclass(kw_only=True)
-class CrewContestant:
-    """A contestant that asks a crew, which it may share with another one: `request` says what is wanted of it."""
+class PoolContestant:
+    """A contestant that asks a pool, which it may share with another one: `request` says what is wanted of it."""
 
     name: str
-    crew: Crew
+    pool: ProcessPool
     workers: int
     params: int
     servers: int = 1
     request: Answer = dataclasses.field(default_factory=dict)
 
     def start(self) -> None:
-        self.crew.start()
+        self.pool.start()
 
     def measure(self, seconds: float) -> Result:
-        answers = self.crew.ask({**self.request, "seconds": seconds}, seconds + SLACK_S)
+        answers = self.pool.ask({**self.request, "seconds": seconds}, seconds + SLACK_S)
         updates_per_s = sum(answer["updates_per_s"] for answer in answers)
         return Result(
             name=self.name,
@@ -225,4 +225,4 @@ class CrewContestant:
         )
 
     def stop(self) -> None:
-        self.crew.stop()
+        self.pool.stop()

@@ -1,7 +1,7 @@
-"""Desk: a run whose coordinator can be looked at while it goes on, for claim `coordinator`.
+"""ObservedRun: a run whose coordinator is observed while it goes on, for claim `coordinator`.
 
-The processes are told who they are as `hora run` tells them, and meet at a coordinator in this process, which counts
-what passes through it. They train when they are asked to (bench/ps_crew.py).
+The processes get the environment that `hora run` gives them, and join a coordinator in this process, which counts
+what passes through it. They train when they are asked to (bench/process_pool.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hora.net.framing import frame
 from hora.rendezvous.environment import NAMES
 from hora.strategies import parse
 
-from ..bench.ps_crew import Answer, Crew
+from ..bench.process_pool import Answer, ProcessPool
 
 RANK = "hora_benchmarks.claims.coordinator_rank"
 TURN_S = 300.0
@@ -44,7 +44,7 @@ class Setting:
 
 
 class Counting(Coordinator):
-    """Counts requests by their kind, and bytes: of the request, and of what it caused to be sent, to whomever."""
+    """Counts requests by their kind, and bytes: of the request, and of all messages that it caused."""
 
     def __init__(self, size: int, servers: int) -> None:
         super().__init__(size, servers)
@@ -75,7 +75,7 @@ class Count:
         return {"bytes": self.total_bytes - before.total_bytes, "by_kind": grown}
 
 
-class Desk:
+class ObservedRun:
     """One caller, one thread. `start` blocks until all processes are ready, `stop` until they have left."""
 
     def __init__(self, setting: Setting, folder: pathlib.Path) -> None:
@@ -83,12 +83,12 @@ class Desk:
         token = secrets.token_bytes(32)
         self._service = CoordinatorService(token, setting.workers, servers=setting.servers)
         self._counting = self._service.coordinator = Counting(setting.workers, setting.servers)
-        self._crew = Crew(f"{setting.strategy} with {setting.workers}", self._commands(folder, token))
+        self._pool = ProcessPool(f"{setting.strategy} with {setting.workers}", self._commands(folder, token))
 
     def start(self) -> Answer:
         """What passed until the first step could begin."""
         self._service.start()
-        self._crew.start()
+        self._pool.start()
         return self.count().since(Count(0, {}))
 
     def ask(self, steps: int, lead: int) -> Answer:
@@ -97,23 +97,23 @@ class Desk:
 
         Idle workers report nothing. After a lead of a report's interval the first report of the turn tells as many
         steps as any other, and so makes up for those that the turn's end leaves to a later one."""
-        self._crew.ask({"steps": lead}, TURN_S)
+        self._pool.ask({"steps": lead}, TURN_S)
         before = self.count()
-        told = [answer for answer in self._crew.ask({"steps": steps}, TURN_S) if answer]
+        told = [answer for answer in self._pool.ask({"steps": steps}, TURN_S) if answer]
         return self.count().since(before) | {
             "tensor_bytes": sum(answer["sent_bytes"] for answer in told),
             "seconds": max(answer["seconds"] for answer in told),
         }
 
     def stop(self) -> Answer:
-        """What passed while they said goodbye."""
+        """What passed while they left."""
         before = self.count()
-        self._crew.stop()
+        self._pool.stop()
         return self.count().since(before)
 
     def close(self) -> None:
-        """Whatever is left ends now."""
-        self._crew.stop(0.0)
+        """Ends all processes that are left."""
+        self._pool.stop(0.0)
         self._service.close()
 
     def count(self) -> Count:
@@ -143,11 +143,11 @@ class Desk:
 
 
 @contextlib.contextmanager
-def opened(setting: Setting) -> Iterator[Desk]:
-    """Afterwards nobody is left running."""
+def opened(setting: Setting) -> Iterator[ObservedRun]:
+    """No process is left running afterwards."""
     with tempfile.TemporaryDirectory(prefix="hora-claim-") as folder:
-        desk = Desk(setting, pathlib.Path(folder))
+        run = ObservedRun(setting, pathlib.Path(folder))
         try:
-            yield desk
+            yield run
         finally:
-            desk.close()
+            run.close()
