@@ -1,4 +1,4 @@
-"""`hora explain`: an algorithm in text, step by step. What is shown is computed by what runs, never typed."""
+"""`hora explain`: an algorithm in text, step by step, computed by the code that runs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ ASYNC = "async"
 
 
 def explain(name: str, ranks: int) -> str:
-    """The whole explanation on that many ranks, as plain text ending in a newline: of a collective, one of `NAMES`, or
-    of `ASYNC`, the race of so many workers.
-
-    Raises ValueError for another name, and for a number of ranks that cannot be drawn.
-    """
+    """The explanation of a collective (one of `NAMES`) on so many ranks, or of `ASYNC` with so many workers, as plain
+    text. ValueError for another name, and for a number of ranks that cannot be drawn."""
     if name not in (*NAMES, ASYNC):
-        raise ValueError(f"nothing to explain under {name!r}; there are: {', '.join((*NAMES, ASYNC))}")
+        raise ValueError(f"there is no explanation of {name!r}; there are: {', '.join((*NAMES, ASYNC))}")
     if name == ASYNC:
-        from .asynchronous import lines as race_lines  # needs torch: what it shows is the real server's doing
+        from .asynchronous import lines as async_lines  # imports torch
 
-        lines = race_lines(ranks)
+        lines = async_lines(ranks)
     else:
         lines = collective.lines(name, ranks)
     return "\n".join(line.rstrip() for line in lines) + "\n"

@@ -1,4 +1,4 @@
-"""The lines that every explanation is made of: plain text of at most 100 columns."""
+"""Layout of explanations: titles, rules and paragraphs as plain text of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ def rule(text: str) -> str:
 
 
 def wrap(text: str, first: str = "", rest: str = "") -> list[str]:
-    """Lines of at most 100 columns that never break inside a formula such as (j + 1) mod n."""
+    """Lines of at most 100 columns, with no break inside a formula such as (j + 1) mod n."""
     glued = re.sub(r" (\+|−|=|mod|XOR) ", "\N{NO-BREAK SPACE}\\1\N{NO-BREAK SPACE}", text)
     lines = textwrap.wrap(glued, 100, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def facts(pairs: list[tuple[str, str]]) -> list[str]:
-    """A summary: what, and beside it what is to be said of it."""
-    lines: list[str] = []
-    for name, text in pairs:
-        lines += wrap(text, first=f"  {name:<13}", rest=" " * 15)
-    return lines
+    """A table of names and paragraphs."""
+    return [line for name, text in pairs for line in wrap(text, first=f"  {name:<13}", rest=" " * 15)]
