@@ -59,7 +59,7 @@ def test_what_is_written_is_read_back(memory: RunDatabase, path: str) -> None:
     assert reading.version() == 1
     assert reading.status() == board.status(board.updated_at)
     assert reading.status().workers[0].peers and reading.status().lags == {3: 4}
-    assert reading.events() == list(board.events)
+    assert reading.events() == list(board.event_log.events)
     assert reading.get("config") == {"command": ["train.py", "bad ?"], "size": 2}
     assert reading.get("summary") == board.summary()
     assert reading.get("nothing") is None

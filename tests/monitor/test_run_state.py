@@ -7,9 +7,9 @@ import pytest
 from reports import keeping, row, server, work, worker
 
 from hora.monitor.event_log import MAX_EVENTS
-from hora.monitor.members import MAX_TRACKS
+from hora.monitor.members import MAX_MEMBERS
 from hora.monitor.messages import MAX_NAME_CHARS, MAX_NAMES, HistogramReport, Notice
-from hora.monitor.run_state import MAX_STRIPS, RunState
+from hora.monitor.run_state import MAX_BREAKDOWNS, RunState
 from hora.strategies import parse
 
 
@@ -155,8 +155,8 @@ def test_rows_are_placed_on_the_runs_clock_and_among_its_samples() -> None:
     first, last = run.curves["value/loss"].points
     assert (first.start, first.at, first.samples, first.mean) == (15, 5.5, 150, 2.0)
     assert (last.start, last.at, last.samples, last.mean) == (20, 6.0, 200, 1.0)
-    assert [logged.step for logged in run.take_rows()] == [15, 20]
-    assert run.take_rows() == []
+    assert [logged.step for logged in run.metrics.take_rows()] == [15, 20]
+    assert run.metrics.take_rows() == []
 
 
 def test_the_samples_of_a_row_are_those_of_its_step() -> None:
@@ -164,13 +164,13 @@ def test_the_samples_of_a_row_are_those_of_its_step() -> None:
     for rank in (0, 1):  # the first reports come from workers that began together, 2 times 8 samples a step
         rows = [row(step, (10 - step) * 0.001, loss=1.0) for step in range(1, 11)]
         run.on_report(worker(rank), work(10, steps=10, seconds=3.0, samples=80, rows=rows), 3.0 + rank * 0.01)
-    logged_rows = run.take_rows()
+    logged_rows = run.metrics.take_rows()
     zero, one = logged_rows[:10], logged_rows[10:]
     assert [logged.samples for logged in zero] == [16, 32, 48, 64, 80, 80, 80, 80, 80, 80]  # no more was heard of
     assert [logged.samples for logged in one] == list(range(16, 161, 16))
     rows = [row(step, loss=1.0) for step in range(11, 15)]
     run.on_report(worker(0), work(14, steps=4, samples=32, rows=rows), 3.25)
-    assert [logged.samples for logged in run.take_rows()] == [176, 192, 192, 192]
+    assert [logged.samples for logged in run.metrics.take_rows()] == [176, 192, 192, 192]
 
 
 def test_where_workers_go_their_own_pace_rows_share_what_came_since_the_last_report() -> None:
@@ -179,9 +179,9 @@ def test_where_workers_go_their_own_pace_rows_share_what_came_since_the_last_rep
     run.on_report(worker(1), work(2, steps=2, samples=16), 1.1)
     rows = [row(step, loss=1.0) for step in (11, 15, 20)]
     run.on_report(worker(0), work(20, steps=10, samples=80, rows=rows), 1.25)
-    assert [logged.samples for logged in run.take_rows()] == [90, 128, 176]
+    assert [logged.samples for logged in run.metrics.take_rows()] == [90, 128, 176]
     run.on_report(worker(1), work(4, steps=2, samples=16, rows=[row(3, loss=1.0), row(4, loss=1.0)]), 1.3)
-    assert [logged.samples for logged in run.take_rows()] == [144, 192]
+    assert [logged.samples for logged in run.metrics.take_rows()] == [144, 192]
 
 
 def test_workers_values_of_one_step_are_one_point_and_the_newest_is_their_mean() -> None:
@@ -225,12 +225,12 @@ def test_histograms_are_the_lowest_live_ranks_and_the_newest() -> None:
         for rank in (1, 0):
             shown = HistogramReport("w", step, 1000.0, 0.0, 1.0 + rank, [rank, 2])
             run.on_report(worker(rank), work(step, histograms=[shown]), step * 0.1)
-    count, kept = run.histograms()
+    count, kept = run.metrics.histograms()
     assert len(kept) == 50 and kept[-1].step == 80 and {each.high for each in kept} == {1.0}
-    assert run.histograms(count) == (count, [])
+    assert run.metrics.histograms(count) == (count, [])
     run.on_event("left", str(worker(0)), "", 9.0)
     run.on_report(worker(1), work(81, histograms=[HistogramReport("w", 81, 1000.0, 0.0, 2.0, [1])]), 9.1)
-    assert [each.step for each in run.histograms(count)[1]] == [81]
+    assert [each.step for each in run.metrics.histograms(count)[1]] == [81]
 
 
 # -- who comes and goes -----------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_the_steps_of_one_who_joined_are_the_runs() -> None:
     run.on_report(worker(2), work(2, rows=[row(2, loss=4.0)]), now + 0.25)
     points = run.curves["value/loss"].points
     assert [(point.start, point.mean, point.samples) for point in points] == [(41, 5.0, 648), (42, 4.0, 656)]
-    assert run.status(now).step == 42 and run.events[-1].step == 41
+    assert run.status(now).step == 42 and run.event_log.events[-1].step == 41
 
 
 def test_another_process_of_the_same_rank_begins_anew() -> None:
@@ -285,21 +285,21 @@ def test_another_process_of_the_same_rank_begins_anew() -> None:
 
 def test_a_crowd_that_comes_and_goes_is_forgotten_but_not_its_samples() -> None:
     run = board("ps:mode=async")
-    for rank in range(3 * MAX_TRACKS):
+    for rank in range(3 * MAX_MEMBERS):
         run.on_report(worker(rank), work(rank), rank * 0.01)
         run.tick(rank * 0.01)
         run.on_event("left", str(worker(rank)), "", rank * 0.01)
-    assert len(run.status(40.0).workers) == MAX_TRACKS
-    assert run.summary()["samples"] == 3 * MAX_TRACKS * 8 and run.summary()["workers"] == 3 * MAX_TRACKS
-    assert len([name for name in run.curves if name.startswith("rank/")]) <= 3 * MAX_STRIPS
+    assert len(run.status(40.0).workers) == MAX_MEMBERS
+    assert run.summary()["samples"] == 3 * MAX_MEMBERS * 8 and run.summary()["workers"] == 3 * MAX_MEMBERS
+    assert len([name for name in run.curves if name.startswith("rank/")]) <= 3 * MAX_BREAKDOWNS
     assert run.lost_reports == 0
 
 
 def test_too_many_alive_are_not_taken() -> None:
     run = board("ps:mode=async")
-    for rank in range(MAX_TRACKS + 5):
+    for rank in range(MAX_MEMBERS + 5):
         run.on_report(worker(rank), work(1), 1.0)
-    assert len(run.status(1.0).workers) == MAX_TRACKS and run.lost_reports == 5
+    assert len(run.status(1.0).workers) == MAX_MEMBERS and run.lost_reports == 5
 
 
 def test_whoever_is_still_there_at_the_end_has_stopped() -> None:
@@ -369,12 +369,12 @@ def test_a_straggler_is_named_in_an_event_and_so_is_its_end() -> None:
     quick = {"seconds": 0.412, "exposed_s": 0.311, "computes": [0.101]}
     slow = {"seconds": 0.412, "exposed_s": 0.0, "computes": [0.412]}
     now = train(run, 10, {0: quick, 1: slow}, every_s=0.4)
-    [event] = run.take_events()
+    [event] = run.event_log.take()
     assert event.kind == "slow" and event.who == "rank 1 (host a, pid 101)" and event.step <= 10
     assert event.text == "rank 1 (host a, pid 101) is slow: 412 ms of compute per step, the others 101 ms"
     assert run.status(now).workers[1].slow == pytest.approx(412 / 101) and run.status(now).workers[0].slow == 0
     train(run, 10, {0: quick, 1: quick}, begin=10, every_s=0.4)
-    [event] = run.take_events()
+    [event] = run.event_log.take()
     assert event.kind == "even" and "keeps up again: 101 ms" in event.text
 
 
@@ -393,7 +393,7 @@ def test_what_all_workers_tell_of_one_step_is_one_event() -> None:
         run.on_report(worker(rank), work(11, notices=notices), 5.0)
     shown = run.status(5.0)
     assert (shown.checkpoints, shown.skipped) == (1, 1)
-    assert [(event.kind, event.step, event.at) for event in run.events] == [
+    assert [(event.kind, event.step, event.at) for event in run.event_log.events] == [
         ("checkpoint", 10, 4.5),
         ("skipped", 11, 5.0),
     ]
@@ -411,15 +411,15 @@ def test_events_are_numbered_bounded_and_cut() -> None:
     for number in range(2 * MAX_EVENTS):
         run.on_event("joined", "somebody", "x" * 10_000 + str(number), 1.0)
     run.on_event("told", "rank 0", "of no interest here", 1.0)
-    assert len(run.events) == MAX_EVENTS and run.events[-1].number == 2 * MAX_EVENTS
-    assert len(run.events[-1].text) == 500
-    assert len(run.take_events()) == MAX_EVENTS and run.take_events() == []
+    assert len(run.event_log.events) == MAX_EVENTS and run.event_log.events[-1].number == 2 * MAX_EVENTS
+    assert len(run.event_log.events[-1].text) == 500
+    assert len(run.event_log.take()) == MAX_EVENTS and run.event_log.take() == []
 
 
 def test_text_that_utf8_cannot_say_can_be_kept() -> None:
     run = board()
     run.on_event("stop", "bad \udc80 name", "bad \udcff text", 1.0)
-    assert run.events[-1].text.encode() and run.events[-1].who.encode()
+    assert run.event_log.events[-1].text.encode() and run.event_log.events[-1].who.encode()
 
 
 def test_what_is_settled_later_changes_what_waiting_is() -> None:
@@ -454,7 +454,7 @@ def test_a_restored_run_goes_on_from_its_step() -> None:
     assert losses(run) == [(1, 9.0, 2), (2, 9.0, 2), (3, 9.0, 2), (4, 9.0, 2), (5, 1.0, 2), (6, 1.0, 2)]
     shown = run.status(12.0)
     assert shown.step == 6 and shown.samples == 8 * 25
-    assert [event.kind for event in run.events] == ["restore"]
+    assert [event.kind for event in run.event_log.events] == ["restore"]
     assert max(point.start for point in run.curves["speed"].points) <= 6
 
 
@@ -514,7 +514,7 @@ def test_a_part_that_cannot_be_is_dropped_without_the_rest(fields: dict[str, Any
     run = board()
     run.on_report(worker(0), work(1, **fields), 1.0)
     assert run.lost_reports == 1 and run.status(1.0).samples == 8
-    assert not run.events and run.histograms() == (0, []) and "value/loss" not in run.curves
+    assert not run.event_log.events and run.metrics.histograms() == (0, []) and "value/loss" not in run.curves
 
 
 def test_a_server_of_absurd_numbers_and_a_stranger_are_dropped() -> None:
@@ -562,4 +562,4 @@ def test_rows_that_nobody_takes_are_bounded() -> None:
     run = board()
     for tick in range(1000):
         run.on_report(worker(0), work(50 * tick + 49, rows=[row(50 * tick + k, loss=1.0) for k in range(50)]), 1.0)
-    assert len(run.take_rows()) == 20_000
+    assert len(run.metrics.take_rows()) == 20_000

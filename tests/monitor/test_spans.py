@@ -150,7 +150,7 @@ def test_a_disk_that_takes_no_more_ends_the_trace_alone(folder: pathlib.Path, ca
     with caplog.at_level(logging.WARNING):
         writer._thread.join(10)
     assert not writer._thread.is_alive() and not spans.on
-    assert caplog.text.count("cannot be written") == 1 and "the training goes on" in caplog.text
+    assert caplog.text.count("cannot be written") == 1 and "training continues" in caplog.text
 
 
 def test_where_nothing_can_be_written_a_warning_says_so(folder: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

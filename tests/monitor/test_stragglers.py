@@ -20,7 +20,7 @@ def steps(
     for step in range(count):
         at += max(seconds.values())
         for rank, each in seconds.items():
-            changes += [(step, change) for change in stragglers.hear(rank, [each], LIVE, at)]
+            changes += [(step, change) for change in stragglers.on_report(rank, [each], LIVE, at)]
     return changes
 
 
@@ -58,7 +58,7 @@ def test_a_hiccup_of_short_steps_is_not_told() -> None:
     for at in range(40):
         for rank in LIVE:
             slow = rank == 1 and at == 20
-            assert stragglers.hear(rank, [0.01 if slow else 0.002] * 32, LIVE, at * 0.25) == []
+            assert stragglers.on_report(rank, [0.01 if slow else 0.002] * 32, LIVE, at * 0.25) == []
 
 
 def test_short_steps_that_stay_slow_are_told() -> None:
@@ -67,7 +67,7 @@ def test_short_steps_that_stay_slow_are_told() -> None:
         change.rank
         for at in range(6)
         for rank in (0, 1)
-        for change in stragglers.hear(rank, [0.01 if rank else 0.002] * 32, {0, 1}, at / 4)
+        for change in stragglers.on_report(rank, [0.01 if rank else 0.002] * 32, {0, 1}, at / 4)
     ]
     assert found == [1]
 
@@ -75,10 +75,10 @@ def test_short_steps_that_stay_slow_are_told() -> None:
 def test_nobody_alone_is_slow_and_the_dead_are_no_measure() -> None:
     stragglers = Stragglers()
     for at in range(20):
-        assert stragglers.hear(0, [0.1], {0}, float(at)) == []
+        assert stragglers.on_report(0, [0.1], {0}, float(at)) == []
     for at in range(20, 40):
-        assert stragglers.hear(1, [1.0], {1}, float(at)) == []
-    assert stragglers.hear(1, [1.0], {0, 1}, 40.0) != []
+        assert stragglers.on_report(1, [1.0], {1}, float(at)) == []
+    assert stragglers.on_report(1, [1.0], {0, 1}, 40.0) != []
 
 
 def test_two_of_five_are_both_named() -> None:
@@ -88,7 +88,7 @@ def test_two_of_five_are_both_named() -> None:
         change.rank
         for step in range(10)
         for rank, seconds in pace.items()
-        for change in stragglers.hear(rank, [seconds], set(pace), step * 0.4)
+        for change in stragglers.on_report(rank, [seconds], set(pace), step * 0.4)
     ]
     assert sorted(found) == [1, 4]
 
@@ -97,7 +97,7 @@ def test_noise_names_nobody() -> None:
     stragglers, random_ = Stragglers(), random.Random(3)
     for at in range(2000):
         for rank in LIVE:
-            assert stragglers.hear(rank, [random_.uniform(0.08, 0.12) for _ in range(3)], LIVE, at * 0.3) == []
+            assert stragglers.on_report(rank, [random_.uniform(0.08, 0.12) for _ in range(3)], LIVE, at * 0.3) == []
 
 
 def test_the_forgotten_begin_anew() -> None:
@@ -106,7 +106,7 @@ def test_the_forgotten_begin_anew() -> None:
     assert stragglers.factor(1) > 0
     stragglers.forget(1)
     assert stragglers.factor(1) == 0
-    assert stragglers.hear(1, [0.4] * 4, LIVE, 9.0) == []
+    assert stragglers.on_report(1, [0.4] * 4, LIVE, 9.0) == []
 
 
 # -- as reports come: a few times a second, each worker's at its own moment -------------------------------------------
@@ -126,7 +126,7 @@ def reported(
         done = bisect.bisect_right(ends, at)
         newest = [each[rank] for each in computes[told[rank] : done]][-32:]
         told[rank] = done
-        for change in stragglers.hear(rank, newest, live, at, done):
+        for change in stragglers.on_report(rank, newest, live, at, done):
             changes.append(change)
             steps.append(bisect.bisect_right(ends, at + 0.25))  # the watcher looks at it a little later
     return changes, steps

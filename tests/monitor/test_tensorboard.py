@@ -31,7 +31,7 @@ def read(path: str) -> list[Any]:
 
 
 def write(board: RunState, files: TensorBoard) -> None:
-    files.write(board.take_rows(), board, board.status(board.updated_at))
+    files.write(board.metrics.take_rows(), board, board.status(board.updated_at))
 
 
 @needs_package
@@ -83,7 +83,7 @@ files = TensorBoard({str(tmp_path)!r}, print)
 assert "tensorboard" not in sys.modules
 board = RunState()
 board.on_report(worker(0), work(1, rows=[row(1, loss=1.0)]), 1.0)
-files.write(board.take_rows(), board, board.status(1.0))
+files.write(board.metrics.take_rows(), board, board.status(1.0))
 files.close()
 assert "tensorboard" in sys.modules
 print(sorted({{"torch", "tensorflow"}} & sys.modules.keys()))
@@ -103,7 +103,7 @@ def test_without_the_package_it_is_refused_with_the_way_out(
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard, "_installed", lambda: True)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot be made: Not a directory; give another directory"):
+    with pytest.raises(ValueError, match="cannot be created: Not a directory; give another directory"):
         TensorBoard(str(tmp_path / "file" / "runs"), no_warning)
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import spanfiles
 from hora.cli.trace import trace as command
 from hora.monitor import trace, trace_summary
-from hora.monitor.trace_summary import Intervals, common
+from hora.monitor.trace_summary import Intervals, overlap
 
 TRAINING, COMMUNICATION, SERVER = "training", "communication", "server"
 
@@ -58,9 +58,9 @@ def test_it_says_where_the_time_went(tmp_path: pathlib.Path, name: str) -> None:
         "other 10 %",
         # 7 and 4 ms of work on buckets, of which 4 and 1 were waited for, and 1 each of launching before it
         "communication: 6.5 ms per step and rank; computation hid 46 % of it, 3.5 ms were exposed",
-        "rank 1 (host a, pid 101) is slowest: 18.0 ms of work of its own per step, rank 0 15.0 ms; "
-        "that one waits 4.0 ms per step, it 1.0 ms",
-        "the longest journey: bucket 0 of rank 0 (host a, pid 100), 8.0 ms for 4.00 MB, at 0.008 s",
+        "rank 1 (host a, pid 101) is slowest: 18.0 ms of own work per step, rank 0 15.0 ms; "
+        "waiting per step: 1.0 ms, rank 0 4.0 ms",
+        "longest communication: bucket 0 of rank 0 (host a, pid 100), 8.0 ms for 4.00 MB, at 0.008 s",
     ]
 
 
@@ -83,7 +83,7 @@ def test_servers_are_told_of_wherever_they_are(tmp_path: pathlib.Path) -> None:
     trace.merge(str(tmp_path), str(tmp_path / "run.json"))
     first, *_, colocated, other = lines(tmp_path / "run.json")
     assert first.startswith("1 rank and 1 server: 1 steps in 20.0 ms")
-    text = "busy 50 % of the time, 2 updates of blocks, 2.5 ms of work for each"
+    text = "busy 50 % of the time, 2 block updates, 2.5 ms each"
     assert colocated == f"the server of rank 0 (host a, pid 100): {text}"
     assert other == f"server 1 (host a, pid 101): {text}"
 
@@ -104,7 +104,7 @@ def test_stretches_of_time_are_counted_once() -> None:
     for begin, end in [(5, 11), (3, 3.5), (20, 30)]:
         others.add(begin, end)
     assert ones.union() == [(0, 6), (10, 12)]
-    assert common(ones.union(), others.union()) == 0.5 + 1 + 1 == common(others.union(), ones.union())
+    assert overlap(ones.union(), others.union()) == 0.5 + 1 + 1 == overlap(others.union(), ones.union())
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_trace_of_others_is_refused_in_a_sentence(tmp_path: pathlib.Path, text
     path = tmp_path / "other.json"
     path.write_text(text, encoding="latin-1")
     outcome = CliRunner().invoke(command, [str(path), "--summary"])
-    assert outcome.exit_code == 2 and outcome.output.count("no trace that Hora has written") == 1
+    assert outcome.exit_code == 2 and outcome.output.count("is not a trace of Hora") == 1
     assert "Traceback" not in outcome.output
 
 

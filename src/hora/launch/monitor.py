@@ -163,7 +163,7 @@ class RunMonitor:
             if closing:
                 self._finish(now)
                 return
-            if now < due and not self._board.rows_half_full:
+            if now < due and not self._board.metrics.rows_half_full:
                 continue
             self._look(now)
             if heard or now - written_at >= IDLE_S:
@@ -188,11 +188,11 @@ class RunMonitor:
     def _look(self, now: float) -> None:
         self._board.tick(now)
         self._now = self._board.status(now)
-        self.recent = list(self._board.events)[-RECENT:]
+        self.recent = list(self._board.event_log.events)[-RECENT:]
         self._summary = self._board.summary(now)
 
     def _write(self) -> None:
-        rows, events = self._board.take_rows(), self._board.take_events()
+        rows, events = self._board.metrics.take_rows(), self._board.event_log.take()
         for event in events:
             if event.kind in ("slow", "even"):
                 self._say(event.text)
@@ -203,7 +203,7 @@ class RunMonitor:
         self._memory.write(self._board, self._now)
 
     def _finish(self, now: float) -> None:
-        if self._now.state != "ended" and not any(event.kind == "end" for event in self._board.events):
+        if self._now.state != "ended" and not any(event.kind == "end" for event in self._board.event_log.events):
             cause = self._end_facts.get("cause")
             self._board.on_event("end", "", str(cause) if cause else "the run has ended", now)
         self._look(now)
@@ -242,4 +242,4 @@ def _described(strategy: str | None) -> dict[str, Any]:
         known = None
     if known is None:
         return {"strategy": strategy}
-    return {"strategy": strategy, "synchronous": known.synchronous, "topology": known.topology}
+    return {"strategy": strategy, "synchronous": known.synchronous, "topology": known.topology, "unit": known.unit}

@@ -1,10 +1,10 @@
-"""Watch: what a run shows of itself, from a worker's step to the page, the panel, the memory and the trace.
+"""What a run reports about itself, from a worker's step to the dashboard, the panel, the run database and the trace.
 
-worker, server      Recorder (training/), Herald (server/)
-                      │ Report, a few times a second, on the control line
-launcher            Watcher
-                      ├ Board      the run as it is now, and its curves; a pure state machine
-                      ├ Memory     SQLite in the run's directory; whoever shows a run reads this
-                      ├ Lines      the same as JSON lines
-                      └ TensorBoard's event files, where they are wanted
+worker, server      Recorder (training/), ServerStats (server/)
+                      │ WorkerReport, ServerReport, a few times a second, on the control connection
+launcher            RunMonitor (launch/)
+                      ├ RunState     the run now, and its curves and events; a pure state machine
+                      ├ RunDatabase  SQLite in the run's directory (runs/); the dashboard and the CLI read only this
+                      ├ JsonLines    logged values and events as JSON lines
+                      └ TensorBoard  event files, with --tensorboard
 """

@@ -1,7 +1,7 @@
 """Curve: any number of values over the steps of a run, in a bounded number of points.
 
 Each point covers `width` steps and holds their mean, lowest, highest and last value. When there would be more than
-`limit` points, neighbours become one and the width doubles:
+`limit` points, neighbours are merged and the width doubles:
 
     width 1     | 0 | 1 | 2 | 3 | 4 | 5 |
     width 2     | 0   1 | 2   3 | 4   5 |
@@ -15,15 +15,14 @@ import math
 import msgspec
 
 LIMIT = 1024  # points of a logged value and of the speed
-STRIP_LIMIT = 256  # of what one worker or server shows
+MEMBER_LIMIT = 256  # points of a curve of one worker or server
 
 
 class CurvePoint(msgspec.Struct, array_like=True, gc=False):
-    """What was added for the steps from `start` on, `steps` of them.
+    """The values of `steps` steps from `start` on.
 
-    `at` and `samples` are of the first value at the newest of these steps: workers at different paces may come to it at
-    different times. `mean`, `low` and `high` are over the `count` finite values, NaN if there are none. `last` is the
-    last one at the newest step, finite or not.
+    `at` and `samples` are of the first value at the newest of these steps. `mean`, `low` and `high` are over the
+    `count` finite values, NaN if there are none. `last` is the last value at the newest step, finite or not.
     """
 
     start: int
@@ -38,9 +37,9 @@ class CurvePoint(msgspec.Struct, array_like=True, gc=False):
 
 
 class Curve:
-    """At most `limit` points, in the order of their steps; `at` and `samples` never fall from one to the next.
+    """At most `limit` points, ordered by step; `at` and `samples` never decrease from one to the next.
 
-    A value may be late: it joins the point of its step. Where a run goes back to an earlier step, `rewind` says so.
+    A value may arrive late: it is added to the point of its step.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -60,7 +59,7 @@ class Curve:
         elif start == points[-1].start:
             index = len(points) - 1
         else:
-            index = bisect.bisect_left(points, start, key=_start)
+            index = bisect.bisect_left(points, start, key=lambda point: point.start)
         if index == len(points) or points[index].start != start:
             if len(points) >= self.limit:
                 self._widen()
@@ -71,7 +70,7 @@ class Curve:
         self._changed.add(start)
         if step - start >= point.steps:
             point.steps = step - start + 1
-            self._place(index, at, samples)
+            self._set_position(index, at, samples)
         if step - start + 1 == point.steps:
             point.last = value
         if not -math.inf < value < math.inf:
@@ -79,23 +78,21 @@ class Curve:
         if point.count:
             point.count += count
             share = count / point.count
-            point.mean = point.mean * (1.0 - share) + value * share  # no difference, which may be too large for a float
-            if value < point.low:
-                point.low = value
-            elif value > point.high:
-                point.high = value
+            point.mean = point.mean * (1.0 - share) + value * share  # a difference of the two could overflow
+            point.low, point.high = min(point.low, value), max(point.high, value)
         else:
             point.count = count
             point.mean = point.low = point.high = value
 
     def rewind(self, step: int) -> None:
-        """The run is at `step` again: what came after it is forgotten, as is a point that reaches beyond it."""
+        """The run is at `step` again: points that reach beyond it are removed."""
         kept = [point for point in self.points if point.start + point.steps - 1 <= step]
         if len(kept) < len(self.points):
             self.points, self._whole = kept, True
 
     def take_changes(self) -> tuple[bool, list[CurvePoint]]:
-        """What changed since this was last asked: all points, to take the place of what was, or only some."""
+        """What changed since the last call: (True, all points) if the whole curve is to be replaced, else (False, the
+        changed points)."""
         whole, changed = self._whole, self._changed
         self._whole, self._changed = False, set()
         if whole:
@@ -104,16 +101,15 @@ class Curve:
             return False, [self.points[-1]]
         return False, [point for point in self.points if point.start in changed]
 
-    def _place(self, index: int, at: float, samples: int) -> None:
-        """Not before the point ahead of it, nor after the one behind: a step may be told later than the next one."""
-        point = self.points[index]
+    def _set_position(self, index: int, at: float, samples: int) -> None:
+        """Between its neighbours: a step may be reported later than the next one."""
         if index:
             before = self.points[index - 1]
             at, samples = max(at, before.at), max(samples, before.samples)
         if index + 1 < len(self.points):
             after = self.points[index + 1]
             at, samples = min(at, after.at), min(samples, after.samples)
-        point.at, point.samples = at, samples
+        self.points[index].at, self.points[index].samples = at, samples
 
     def _widen(self) -> None:
         while len(self.points) >= self.limit:
@@ -122,7 +118,7 @@ class Curve:
             for point in self.points:
                 start = point.start - point.start % self.width
                 if merged and merged[-1].start == start:
-                    merged[-1] = _joined(merged[-1], point)
+                    merged[-1] = _merged(merged[-1], point)
                 else:
                     point.steps += point.start - start
                     point.start = start
@@ -131,17 +127,12 @@ class Curve:
         self._whole = True
 
 
-def _start(point: CurvePoint) -> int:
-    return point.start
-
-
-def _joined(one: CurvePoint, other: CurvePoint) -> CurvePoint:
-    """Two neighbours as one."""
+def _merged(one: CurvePoint, other: CurvePoint) -> CurvePoint:
+    """Two neighbours as one point."""
     count = one.count + other.count
-    if not one.count:
-        mean, low, high = other.mean, other.low, other.high
-    elif not other.count:
-        mean, low, high = one.mean, one.low, one.high
+    if not one.count or not other.count:
+        finite = one if one.count else other
+        mean, low, high = finite.mean, finite.low, finite.high
     else:
         mean = one.mean * (one.count / count) + other.mean * (other.count / count)
         low, high = min(one.low, other.low), max(one.high, other.high)

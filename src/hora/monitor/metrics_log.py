@@ -1,4 +1,4 @@
-"""Logbook: what the workers gave to `job.log`, as rows, newest values, curves and histograms."""
+"""MetricsLog: what the workers passed to `job.log`, as rows, newest values, curves and histograms."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from .curve import Curve
-from .messages import MAX_NAME_CHARS, MAX_NAMES, HistogramReport, MetricsRow
-from .validation import plain
-from .worker_stats import WorkerStats
+from .members import WorkerStats
+from .messages import MAX_NAME_CHARS, MAX_NAMES, HistogramReport, MetricsRow, storable
 
-MAX_WAITING = 20_000  # rows that nobody has taken yet
+MAX_PENDING = 20_000  # rows that were not taken yet
 MAX_HISTOGRAMS = 50  # of one name
 
 
 class LoggedRow(msgspec.Struct, frozen=True):
-    """A row of one worker's, on the run's clock, with the samples of the run at that time."""
+    """A row of one worker on the run's clock, with the samples of the run at that time."""
 
     rank: int
     step: int
@@ -29,88 +28,85 @@ class LoggedRow(msgspec.Struct, frozen=True):
 
 
 class MetricsLog:
-    """MAX_NAMES names at most, long ones cut; what is logged under others is not kept.
+    """At most MAX_NAMES names, long ones cut; values under further names are dropped.
 
-    Workers' values of one step are one point of a curve. Of histograms, and where one worker's values stand for all,
-    those of the leader count: the lowest live rank of those that log the name.
+    The values of all workers at one step are one point of a curve. Where one worker's values stand for all, and for
+    histograms, those of the leader count: the lowest live rank that logs the name.
     """
 
     def __init__(self, curves: dict[str, Curve]) -> None:
         self._curves = curves
         self._leaders: dict[str, int] = {}
-        self._names: dict[str, str] = {}  # as logged, and as kept
-        self._rows: collections.deque[LoggedRow] = collections.deque(maxlen=MAX_WAITING)
+        self._names: dict[str, str] = {}  # as logged -> as stored
+        self._rows: collections.deque[LoggedRow] = collections.deque(maxlen=MAX_PENDING)
         self._histograms: dict[str, collections.deque[tuple[int, HistogramReport]]] = {}
-        self._number = 0
+        self._num_histograms = 0
 
-    def add(self, track: WorkerStats, row: MetricsRow, at: float, samples: int, live: Collection[int]) -> None:
-        kept: dict[str, float] = {}
+    def add(self, worker: WorkerStats, row: MetricsRow, at: float, samples: int, live: Collection[int]) -> None:
+        values: dict[str, float] = {}
         for given, value in row.values.items():
             if (name := self._name(given)) is None:
                 continue
-            kept[name] = value
-            self._lead(name, track.rank, live)
+            values[name] = value
+            self._elect(name, worker.rank, live)
             curve = self._curves.get(f"value/{name}")
             if curve is None:
                 curve = self._curves[f"value/{name}"] = Curve()
             curve.add(row.step, at, samples, value, row.count)
-        if kept:
-            track.newest.update(kept)
-            self._rows.append(LoggedRow(track.rank, row.step, row.count, at, samples, track.epoch, kept))
+        if values:
+            worker.newest.update(values)
+            self._rows.append(LoggedRow(worker.rank, row.step, row.count, at, samples, worker.epoch, values))
 
     def add_histogram(self, rank: int, histogram: HistogramReport, at: float, live: Collection[int]) -> None:
-        """`at` is on the run's clock, unlike the histogram's own."""
+        """`at` is on the run's clock."""
         if (name := self._name(histogram.name)) is None:
             return
-        self._lead(f"histogram/{name}", rank, live)
-        if not self.leads(f"histogram/{name}", rank):
-            return
-        self._number += 1
-        kept = HistogramReport(name, histogram.step, at, histogram.low, histogram.high, histogram.counts)
-        self._histograms.setdefault(name, collections.deque(maxlen=MAX_HISTOGRAMS)).append((self._number, kept))
+        self._elect(f"histogram/{name}", rank, live)
+        if self.is_leader(f"histogram/{name}", rank):
+            self._num_histograms += 1
+            stored = msgspec.structs.replace(histogram, name=name, at=at)
+            newest = self._histograms.setdefault(name, collections.deque(maxlen=MAX_HISTOGRAMS))
+            newest.append((self._num_histograms, stored))
 
-    def leads(self, name: str, rank: int) -> bool:
+    def is_leader(self, name: str, rank: int) -> bool:
         return self._leaders.get(name) == rank
 
-    def newest(self, live: Iterable[WorkerStats], everyone: Iterable[WorkerStats]) -> dict[str, float]:
-        """Of each name, the mean over the live workers that log it; of those gone, if no other does."""
+    def newest(self, live: Iterable[WorkerStats], workers: Iterable[WorkerStats]) -> dict[str, float]:
+        """Of each name, the mean over the live workers that log it; over all workers, if no live one does."""
         found: dict[str, list[float]] = {}
-        for tracks in (live, everyone):
-            these: dict[str, list[float]] = {}
-            for track in tracks:
-                for name, value in track.newest.items():
+        for group in (live, workers):
+            of_group: dict[str, list[float]] = {}
+            for worker in group:
+                for name, value in worker.newest.items():
                     if name not in found:
-                        these.setdefault(name, []).append(value)
-            found.update(these)
-        return {name: _mean(found[name]) for name in self._names.values() if name in found}
+                        of_group.setdefault(name, []).append(value)
+            found.update(of_group)
+        means = {name: sum(value / len(values) for value in values) for name, values in found.items()}
+        return {name: means[name] for name in self._names.values() if name in means}
 
     @property
-    def crowded(self) -> bool:
-        return len(self._rows) > MAX_WAITING // 2
+    def rows_half_full(self) -> bool:
+        return len(self._rows) > MAX_PENDING // 2
 
     def take_rows(self) -> list[LoggedRow]:
-        """What was logged since this was last asked, MAX_WAITING at most."""
-        taken, self._rows = self._rows, collections.deque(maxlen=MAX_WAITING)
+        """The rows since the last call, MAX_PENDING at most."""
+        taken, self._rows = self._rows, collections.deque(maxlen=MAX_PENDING)
         return list(taken)
 
     def histograms(self, after: int = 0) -> tuple[int, list[HistogramReport]]:
-        """How many ever came, and those after the first `after`, the newest MAX_HISTOGRAMS of each name."""
-        kept = self._histograms.values()
-        return self._number, [each for newest in kept for number, each in newest if number > after]
+        """How many were ever added, and those after the first `after`, the newest MAX_HISTOGRAMS of each name."""
+        new = [each for newest in self._histograms.values() for number, each in newest if number > after]
+        return self._num_histograms, new
 
     def _name(self, given: str) -> str | None:
-        """The name under which it is kept; None for one too many, and for an empty one."""
+        """The name under which it is stored; None for an empty name, and above MAX_NAMES."""
         if given not in self._names:
             if not given or len(self._names) >= MAX_NAMES:
                 return None
-            self._names[given] = plain(given, MAX_NAME_CHARS)
+            self._names[given] = storable(given, MAX_NAME_CHARS)
         return self._names[given]
 
-    def _lead(self, name: str, rank: int, live: Collection[int]) -> None:
+    def _elect(self, name: str, rank: int, live: Collection[int]) -> None:
         leader = self._leaders.get(name)
         if leader is None or rank < leader or leader not in live:
             self._leaders[name] = rank
-
-
-def _mean(values: list[float]) -> float:
-    return sum(value / len(values) for value in values)

@@ -1,4 +1,4 @@
-"""Now: a run at one moment, as the panel, the page and the metrics show it. Rates are of the last few seconds."""
+"""RunStatus: a run at one moment, as the panel, the dashboard and /metrics show it. Rates are of the last seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 class WorkerStatus(msgspec.Struct, kw_only=True):
     rank: int
     name: str  # as in "rank 3 (host a, pid 411)"
-    state: str = "alive"  # alive, left, died, stopped with the run
+    state: str = "alive"  # alive, left, died; stopped: with the run
     step: int = 0
     compute_s: float = 0.0  # per step, without communication
     wait_s: float = 0.0  # per step, for slower workers
@@ -19,7 +19,7 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     rounds: int | None = None
     local_steps: int = 0
     lag: float | None = None
-    slow: float = 0.0  # how many times the others' compute_s its own is, while it is a straggler; else 0
+    slow: float = 0.0  # of a straggler: its compute_s relative to the others'; else 0
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):
@@ -38,7 +38,7 @@ class ServerStatus(msgspec.Struct, kw_only=True):
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     """`kind`: joined, left, died, slow, even (keeps up again), checkpoint, restore, skipped, stop, serving, end."""
 
-    number: int  # 1, 2, … in the order in which they were heard
+    number: int  # 1, 2, … in the order of arrival
     at: float  # seconds since the run began
     step: int
     kind: str
@@ -49,11 +49,13 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
 class RunStatus(msgspec.Struct, kw_only=True):
     run: str = ""
     strategy: str = ""
-    topology: str = ""  # as the strategy describes itself
+    topology: str = ""  # this and the next two: as the strategy describes itself
+    unit: str = ""
+    synchronous: bool = True
     algorithm: str = ""  # what `auto` has chosen
     size: int = 0
     state: str = "starting"  # starting, running, ended
-    waiting: str = ""  # while it starts: for what
+    waiting: str = ""  # what a starting run waits for
     seconds: float = 0.0  # since the run began
     step: int = 0
     epoch: int | None = None
@@ -64,14 +66,14 @@ class RunStatus(msgspec.Struct, kw_only=True):
     samples_per_s: float = 0.0
     steps_per_s: float = 0.0
     bytes_per_step: float = 0.0  # of one worker, over the whole run
-    hidden: float | None = None  # share of communication that computation hid, over the whole run
-    values: dict[str, float] = {}  # the newest of what was logged
+    hidden: float | None = None  # share of communication hidden by computation, over the whole run
+    values: dict[str, float] = {}  # the newest logged values
     workers: list[WorkerStatus] = []
     servers: list[ServerStatus] = []
-    lags: dict[int, int] = {}  # of all servers: how many updates had this lag
+    lags: dict[int, int] = {}  # of all servers: block updates by lag
     rounds: int | None = None
     checkpoints: int = 0
     skipped: int = 0
-    slowest: str = ""  # the worker whose compute per step was longest over the whole run, if by 5 % or more
+    slowest: str = ""  # the worker with the longest compute per step over the whole run, if by 5 % or more
     serving: str = ""  # the predictor's address, http://host:port, while it answers
     lost_reports: int = 0

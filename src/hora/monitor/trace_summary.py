@@ -1,4 +1,4 @@
-"""Where the time of a trace went, in words. It reads what trace.py has written, line by line."""
+"""Summary of a trace in words: where the time of each rank went. Reads line by line what trace.py has written."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import gzip
 import statistics
 import zlib
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
 from .spans import COMMUNICATION, SERVER, TRAINING
 from .trace import DEPTH, MAX_LINE_BYTES, VERSION
 
-SLOWER = 1.05  # than the others: from here on it is worth a word
-OWN = ("data", "forward", "backward", "step")  # what a worker does by itself, in a step
-EXCHANGE = ("launch", "exchange", "push", "pull", "settle")  # communication that the training thread does
+NOTABLE = 1.05  # times the others' work per step: from here on a rank is called slowest
+OWN = ("data", "forward", "backward", "step")  # a worker's own work in a step
+EXCHANGE = ("launch", "exchange", "push", "pull", "settle")  # communication on the training thread
 COLUMNS = (*OWN, "exchange", "waiting", "evaluation", "checkpoint")
+_DAMAGED = (msgspec.MsgspecError, EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError)
 
 
 class _Process(msgspec.Struct):
@@ -34,7 +35,7 @@ class _About(msgspec.Struct):
     processes: list[_Process] = []
 
 
-class _First(msgspec.Struct):
+class _FirstLine(msgspec.Struct):
     otherData: _About
 
 
@@ -50,7 +51,7 @@ class _Event(msgspec.Struct):
 
 
 class Intervals:
-    """A set of intervals of time, as they come."""
+    """A set of time intervals, added in any order."""
 
     def __init__(self) -> None:
         self._edges = array.array("d")
@@ -63,6 +64,7 @@ class Intervals:
             edges.extend((begin, end))
 
     def union(self) -> list[tuple[float, float]]:
+        """Ordered and disjoint."""
         found: list[tuple[float, float]] = []
         for begin, end in sorted(zip(self._edges[::2], self._edges[1::2], strict=True)):
             if found and begin <= found[-1][1]:
@@ -72,26 +74,22 @@ class Intervals:
         return found
 
 
-def length(stretches: list[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in stretches)
-
-
-def common(ones: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """How long both are under way; each is in order and does not overlap itself."""
-    total, at = 0.0, 0
+def overlap(ones: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """The total time that is in both unions."""
+    total, first = 0.0, 0
     for begin, end in ones:
-        while at < len(others) and others[at][1] <= begin:
-            at += 1
-        look = at
-        while look < len(others) and others[look][0] < end:
-            total += min(end, others[look][1]) - max(begin, others[look][0])
-            look += 1
+        while first < len(others) and others[first][1] <= begin:
+            first += 1
+        index = first
+        while index < len(others) and others[index][0] < end:
+            total += min(end, others[index][1]) - max(begin, others[index][0])
+            index += 1
     return total
 
 
 @dataclasses.dataclass
 class RankTrace:
-    """One process. Times in microseconds; those in `own` are without what spans enclose."""
+    """One process. Times in microseconds; `own` is by column, without the time of enclosed spans."""
 
     name: str
     role: str
@@ -102,26 +100,27 @@ class RankTrace:
     updates: int = 0
     busy: float = 0.0
     served: tuple[float, float] | None = None
-    work: Intervals = dataclasses.field(default_factory=Intervals)  # communication beside the training thread
-    open: Intervals = dataclasses.field(default_factory=Intervals)  # that of the training thread
+    hidden: Intervals = dataclasses.field(default_factory=Intervals)  # communication beside the training thread
+    exposed: Intervals = dataclasses.field(default_factory=Intervals)  # communication of the training thread
     longest: _Event | None = None  # of its buckets
-    _above: collections.deque[tuple[float, float]] = dataclasses.field(
+    _open: collections.deque[tuple[float, float]] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=DEPTH)
     )
 
-    def hear(self, event: _Event) -> None:
+    def add(self, event: _Event) -> None:
         begin, end = event.ts, event.ts + event.dur
         if event.cat == TRAINING:
             self.begin, self.end = min(self.begin, begin), max(self.end, end)
-            self.own[_column(event.name)] += event.dur - self._enclosed(begin)
-            self._above.append((begin, event.dur))
+            column = "exchange" if event.name in EXCHANGE else event.name
+            self.own[column] += event.dur - self._enclosed(begin)
+            self._open.append((begin, event.dur))
             self.steps += event.name == "step" and not event.args.get("optimizer")
-            if event.name in EXCHANGE or event.name == "waiting":
-                self.open.add(begin, end)
+            if column in ("exchange", "waiting"):
+                self.exposed.add(begin, end)
         elif event.cat == COMMUNICATION:
             work = event.args.get("work_us")
             if isinstance(work, int | float):
-                self.work.add(max(begin, end - work), end)
+                self.hidden.add(max(begin, end - work), end)
             if "bucket" in event.args and (self.longest is None or event.dur > self.longest.dur):
                 self.longest = event
         elif event.cat == SERVER:
@@ -131,10 +130,10 @@ class RankTrace:
             self.updates += event.name == "update"
 
     def _enclosed(self, begin: float) -> float:
-        """How much of a span that begins then, and is the newest to end, others have had that lie in it."""
+        """Total duration of the spans inside the newest span, which began at `begin`."""
         total = 0.0
-        while self._above and self._above[-1][0] >= begin:
-            total += self._above.pop()[1]
+        while self._open and self._open[-1][0] >= begin:
+            total += self._open.pop()[1]
         return total
 
     @property
@@ -143,7 +142,7 @@ class RankTrace:
 
     @property
     def work_s(self) -> float:
-        """Its own work per step, the user's code included: all but what it waited, exchanged, saved or evaluated."""
+        """Its own work per step, user code included: without waiting, exchange, checkpoints and evaluation."""
         others = sum(time for name, time in self.own.items() if name in COLUMNS and name not in OWN)
         return max(0.0, self.seconds - others / 1e6) / max(1, self.steps)
 
@@ -152,63 +151,53 @@ class RankTrace:
         return self.own["waiting"] / 1e6 / max(1, self.steps)
 
     def shares(self) -> dict[str, float]:
-        """Of its time, by what it was spent on; `other` is the user's own code, and what has no span."""
+        """Shares of its time by column; `other` is user code and what has no span."""
         whole = max(1e-9, self.end - self.begin)
         found = {name: self.own[name] / whole for name in COLUMNS if self.own[name]}
         return {**found, "other": max(0.0, 1.0 - sum(found.values()))}
 
     def communication(self) -> tuple[float, float]:
-        """Seconds of it that computation hid, and that it did not."""
-        work, exposed = self.work.union(), self.open.union()
-        return max(0.0, length(work) - common(work, exposed)) / 1e6, length(exposed) / 1e6
-
-
-def _column(name: str) -> str:
-    return "exchange" if name in EXCHANGE else name
+        """Seconds that computation hid, and that it did not."""
+        hidden, exposed = self.hidden.union(), self.exposed.union()
+        hidden_us, exposed_us = (sum(end - begin for begin, end in each) for each in (hidden, exposed))
+        return max(0.0, hidden_us - overlap(hidden, exposed)) / 1e6, exposed_us / 1e6
 
 
 def read(path: str) -> tuple[list[RankTrace], str]:
-    """All processes of a trace, and what of it could not be read, if anything. ValueError if it is none of Hora's."""
+    """All processes of a trace, and what could not be read, or "". ValueError if Hora has not written it."""
     try:
-        with _open(path) as file:
-            about = _about(path, file)
-            ranks = {each.pid: RankTrace(_plain(each.name), each.role) for each in about.processes}
+        with open(path, "rb") as file:
+            is_gzip = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if is_gzip else open(path, "rb") as lines:
+            ranks = {each.pid: RankTrace(_printable(each.name), each.role) for each in _processes(path, lines)}
             problem = ""
             try:
-                for event in _events(file):
+                for event in _events(lines):
                     if event.ph == "X" and event.pid in ranks:
-                        ranks[event.pid].hear(event)
-            except (msgspec.MsgspecError, EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError):
+                        ranks[event.pid].add(event)
+            except _DAMAGED:
                 problem = f"{path} is damaged or cut off: this is about what came before"
             return list(ranks.values()), problem
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _open(path: str) -> IO[bytes]:
-    with open(path, "rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path) if is_gzip else open(path, "rb")  # type: ignore[return-value]
-
-
-def _about(path: str, file: IO[bytes]) -> _About:
+def _processes(path: str, file: Any) -> list[_Process]:
     try:
-        line = file.readline(MAX_LINE_BYTES).rstrip()
-        about = msgspec.json.decode(line + b"]}", type=_First).otherData
-    except (msgspec.MsgspecError, EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError):
+        about = msgspec.json.decode(file.readline(MAX_LINE_BYTES).rstrip() + b"]}", type=_FirstLine).otherData
+    except _DAMAGED:
         raise ValueError(
-            f"{path} is no trace that Hora has written: hora run --trace FILE writes one; others can be opened in "
-            "ui.perfetto.dev"
+            f"{path} is not a trace of Hora: hora run --trace FILE writes one; open others in ui.perfetto.dev"
         ) from None
     if about.hora != VERSION:
         raise ValueError(
-            f"{path} was written by another version of Hora (its traces are of version {about.hora}, this one reads "
-            f"{VERSION}): open it with that version, or in ui.perfetto.dev"
+            f"{path} was written by another version of Hora (trace version {about.hora}, this one reads {VERSION}): "
+            "open it with that version, or in ui.perfetto.dev"
         )
-    return about
+    return about.processes
 
 
-def _events(file: IO[bytes]) -> Iterator[_Event]:
+def _events(file: Any) -> Iterator[_Event]:
     decode = msgspec.json.Decoder(_Event).decode
     while line := file.readline(MAX_LINE_BYTES):
         text = line.rstrip().rstrip(b",")
@@ -219,39 +208,38 @@ def _events(file: IO[bytes]) -> Iterator[_Event]:
 
 
 def describe(ranks: list[RankTrace]) -> list[str]:
-    """What there is to say, one line each."""
+    """The summary, one fact per line."""
     workers = [rank for rank in ranks if rank.role == "worker" and rank.seconds]
-    lines = [_about_all(ranks, workers)]
+    lines = [_overview(ranks, workers)]
     for rank in workers:
         shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in rank.shares().items())
         lines.append(f"{rank.name}: {shares}")
-    lines += _about_communication(workers)
-    lines += _about_slowest([worker for worker in workers if worker.steps])
-    lines += _about_buckets(workers)
+    lines += _communication(workers)
+    lines += _slowest([worker for worker in workers if worker.steps])
+    lines += _longest_bucket(workers)
     for rank in ranks:
         if rank.served is not None:
-            whole = max(1e-9, rank.served[1] - rank.served[0])
-            whose = "" if rank.role == "server" else "the server of "
-            each = rank.busy / max(1, rank.updates) / 1e6
+            share = rank.busy / max(1e-9, rank.served[1] - rank.served[0])
+            name = rank.name if rank.role == "server" else f"the server of {rank.name}"
+            per_update = _duration(rank.busy / max(1, rank.updates) / 1e6)
             lines.append(
-                f"{whose}{rank.name}: busy {100 * rank.busy / whole:.0f} % of the time, {rank.updates:,} updates of "
-                f"blocks, {_time(each)} of work for each"
+                f"{name}: busy {100 * share:.0f} % of the time, {rank.updates:,} block updates, {per_update} each"
             )
     return lines
 
 
-def _about_all(ranks: list[RankTrace], workers: list[RankTrace]) -> str:
+def _overview(ranks: list[RankTrace], workers: list[RankTrace]) -> str:
     servers = sum(rank.role == "server" for rank in ranks)
-    parts = [f"{len(workers)} rank{'s' if len(workers) != 1 else ''}"]
-    if servers:
-        parts.append(f"{servers} server{'s' if servers != 1 else ''}")
+    parts = [
+        f"{count} {noun}{'s' if count != 1 else ''}" for count, noun in ((len(workers), "rank"), (servers, "server"))
+    ]
     steps = max((worker.steps for worker in workers), default=0)
     seconds = max((worker.seconds for worker in workers), default=0.0)
-    each = f", {_time(seconds / steps)} each" if steps else ""
-    return f"{' and '.join(parts)}: {steps:,} steps in {_time(seconds)}{each}"
+    each = f", {_duration(seconds / steps)} each" if steps else ""
+    return f"{' and '.join(parts if servers else parts[:1])}: {steps:,} steps in {_duration(seconds)}{each}"
 
 
-def _about_communication(workers: list[RankTrace]) -> list[str]:
+def _communication(workers: list[RankTrace]) -> list[str]:
     each = [worker.communication() for worker in workers]
     hidden, exposed = sum(pair[0] for pair in each), sum(pair[1] for pair in each)
     steps = sum(worker.steps for worker in workers)
@@ -259,45 +247,45 @@ def _about_communication(workers: list[RankTrace]) -> list[str]:
         return ["communication: none"] if workers else []
     share = 100 * hidden / (hidden + exposed)
     return [
-        f"communication: {_time((hidden + exposed) / steps)} per step and rank; computation hid {share:.0f} % of it, "
-        f"{_time(exposed / steps)} were exposed"
+        f"communication: {_duration((hidden + exposed) / steps)} per step and rank; "
+        f"computation hid {share:.0f} % of it, {_duration(exposed / steps)} were exposed"
     ]
 
 
-def _about_slowest(workers: list[RankTrace]) -> list[str]:
-    """Whose own work per step is longest, if it is so by enough for others to wait."""
+def _slowest(workers: list[RankTrace]) -> list[str]:
+    """The rank with the most own work per step, if notably more than the others."""
     if len(workers) < 2:
         return []
     slowest = max(workers, key=lambda worker: worker.work_s)
     others = [worker for worker in workers if worker is not slowest]
-    theirs = statistics.median(worker.work_s for worker in others)
-    if slowest.work_s < SLOWER * theirs:
+    work_s = statistics.median(worker.work_s for worker in others)
+    if slowest.work_s < NOTABLE * work_s:
         return ["no rank is slower than the others by 5 % or more"]
-    waiting = statistics.median(worker.waiting_s for worker in others)
-    who = ("the others", "they wait") if len(others) > 1 else (others[0].name.partition(" (")[0], "that one waits")
-    text = f"{slowest.name} is slowest: {_time(slowest.work_s)} of work of its own per step, {who[0]} {_time(theirs)}"
-    if waiting > slowest.waiting_s:
-        text += f"; {who[1]} {_time(waiting)} per step, it {_time(slowest.waiting_s)}"
+    waiting_s = statistics.median(worker.waiting_s for worker in others)
+    who = "the others" if len(others) > 1 else others[0].name.partition(" (")[0]
+    text = f"{slowest.name} is slowest: {_duration(slowest.work_s)} of own work per step, {who} {_duration(work_s)}"
+    if waiting_s > slowest.waiting_s:
+        text += f"; waiting per step: {_duration(slowest.waiting_s)}, {who} {_duration(waiting_s)}"
     return [text]
 
 
-def _about_buckets(workers: list[RankTrace]) -> list[str]:
+def _longest_bucket(workers: list[RankTrace]) -> list[str]:
     longest = [(worker.longest, worker) for worker in workers if worker.longest is not None]
     if not longest:
         return []
     event, worker = max(longest, key=lambda pair: pair[0].dur)
     size = event.args.get("bytes")
     of = f" for {size / 1e6:.2f} MB" if isinstance(size, int | float) else ""
-    return [f"the longest journey: {_plain(event.name)} of {worker.name}, {_time(event.dur / 1e6)}{of}, "
-            f"at {event.ts / 1e6:.3f} s"]  # fmt: skip
+    name, at = _printable(event.name), event.ts / 1e6
+    return [f"longest communication: {name} of {worker.name}, {_duration(event.dur / 1e6)}{of}, at {at:.3f} s"]
 
 
-def _plain(text: str) -> str:
-    """Without anything that a terminal would act on."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text[:200])
+def _printable(text: str) -> str:
+    """Without control characters, which a terminal would interpret."""
+    return "".join(char if char.isprintable() else "?" for char in text[:200])
 
 
-def _time(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

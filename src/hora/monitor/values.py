@@ -1,4 +1,4 @@
-"""Values: what `job.log` takes. Nothing here makes a device finish its work."""
+"""Values that `job.log` takes. Nothing here waits for a device."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Scalar = float | torch.Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """A tensor to be logged as the distribution of its elements: `job.log(weights=hora.Histogram(layer.weight))`."""
+    """Logs a tensor as the distribution of its elements: `job.log(weights=hora.Histogram(layer.weight))`."""
 
     tensor: torch.Tensor
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, torch.Tensor) or self.tensor.is_complex():
-            raise ValueError(f"hora.Histogram takes a tensor of numbers, not {_kind(self.tensor)}")
+            raise ValueError(f"hora.Histogram takes a tensor of real numbers, not {type(self.tensor).__name__}")
         if not self.tensor.numel():
-            raise ValueError("hora.Histogram takes a tensor with elements, and this one has none")
+            raise ValueError("hora.Histogram takes a tensor with elements; this one is empty")
 
     def count(self) -> torch.Tensor:
-        """The lowest and highest finite element, and how many lie in each bin between; on the tensor's device."""
+        """The lowest and highest finite element, and the count of each bin between; on the tensor's device."""
         flat = self.tensor.detach().reshape(-1).float()
         finite = flat.isfinite()
         low = torch.where(finite, flat, math.inf).amin()
@@ -40,22 +40,24 @@ class Histogram:
 
 
 def check_values(values: Mapping[str, Any]) -> tuple[dict[str, Scalar], dict[str, Histogram]]:
-    """Numbers and tensors of one element, and histograms; ValueError names what is none of these. A tensor on another
-    device is copied there, so that the user's code may write on; one of the CPU is read."""
+    """Scalars and histograms by name; ValueError for anything else. CPU tensors are read now; tensors on other devices
+    are copied there, so that user code may overwrite them."""
     scalars: dict[str, Scalar] = {}
     histograms: dict[str, Histogram] = {}
     for name, value in values.items():
-        if not name.isprintable() and any("\ud800" <= sign <= "\udfff" for sign in name):
-            raise ValueError(f"job.log: the name {name!r} is no text that can be written")
+        if not name.isprintable() and any("\ud800" <= char <= "\udfff" for char in name):
+            raise ValueError(f"job.log: the name {name!r} cannot be encoded as UTF-8")
         if len(name) > MAX_NAME_CHARS:
-            raise ValueError(f"job.log: {name[:20]}… has {len(name)} characters; {MAX_NAME_CHARS} are taken")
+            raise ValueError(
+                f"job.log: the name {name[:20]}… has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed"
+            )
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise ValueError(
-                    f"job.log: {name} has {value.numel()} elements; give one, its mean() perhaps, or hora.Histogram(…)"
+                    f"job.log: {name} has {value.numel()} elements; log one, e.g. its mean(), or hora.Histogram(…)"
                 )
-            held = value.detach()
-            scalars[name] = float(held) if held.device.type == "cpu" else held.reshape(()).clone()
+            scalar = value.detach()
+            scalars[name] = float(scalar) if scalar.device.type == "cpu" else scalar.reshape(()).clone()
         elif isinstance(value, numbers.Real):
             try:
                 scalars[name] = float(value)
@@ -64,27 +66,24 @@ def check_values(values: Mapping[str, Any]) -> tuple[dict[str, Scalar], dict[str
         elif isinstance(value, Histogram):
             histograms[name] = value
         else:
-            raise ValueError(
-                f"job.log: {name} is a {_kind(value)}; give a number, a tensor with one, or hora.Histogram(…)"
-            )
+            kind = type(value).__name__
+            raise ValueError(f"job.log: {name} is a {kind}; log a number, a one-element tensor, or hora.Histogram(…)")
     return scalars, histograms
 
 
 def read_values(rows: Sequence[dict[str, Scalar]]) -> list[dict[str, float]]:
-    """All of them as numbers, with one copy from each device."""
-    waiting: dict[torch.device, list[tuple[int, str, torch.Tensor]]] = {}
+    """The rows with tensors replaced by floats; one copy per device."""
+    pending: dict[torch.device, list[tuple[int, str, torch.Tensor]]] = {}
     for index, row in enumerate(rows):
         for name, value in row.items():
             if isinstance(value, torch.Tensor):
-                waiting.setdefault(value.device, []).append((index, name, value))
-    found = [{name: value for name, value in row.items() if not isinstance(value, torch.Tensor)} for row in rows]
-    for those in waiting.values():
+                pending.setdefault(value.device, []).append((index, name, value))
+    found: dict[tuple[int, str], float] = {}
+    for tensors in pending.values():
         with torch.no_grad():
-            numbers = torch.stack([value.double() for _, _, value in those]).tolist()
-        for (index, name, _), number in zip(those, numbers, strict=True):
-            found[index][name] = number
-    return [{name: found[index][name] for name in row} for index, row in enumerate(rows)]
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
+            floats = torch.stack([value.double() for _, _, value in tensors]).tolist()
+        found |= {(index, name): number for (index, name, _), number in zip(tensors, floats, strict=True)}
+    return [
+        {name: found[index, name] if isinstance(value, torch.Tensor) else value for name, value in row.items()}
+        for index, row in enumerate(rows)
+    ]

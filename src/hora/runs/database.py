@@ -118,14 +118,14 @@ class RunDatabase:
         connection.executemany("INSERT OR REPLACE INTO points VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     def _write_events(self, connection: sqlite3.Connection, run_state: RunState) -> None:
-        events = [msgspec.structs.astuple(event) for event in run_state.events if event.number > self._event]
+        events = [msgspec.structs.astuple(event) for event in run_state.event_log.events if event.number > self._event]
         if events:
             self._event = events[-1][0]
             connection.executemany("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?)", events)
             connection.execute("DELETE FROM events WHERE number <= ?", (self._event - MAX_EVENTS,))
 
     def _write_histograms(self, connection: sqlite3.Connection, run_state: RunState) -> None:
-        self._histogram, histograms = run_state.histograms(self._histogram)
+        self._histogram, histograms = run_state.metrics.histograms(self._histogram)
         rows = [(h.name, h.step, h.at, h.low, h.high, json.dumps(h.counts)) for h in histograms]
         connection.executemany("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?, ?, ?, ?)", rows)
         connection.executemany(
