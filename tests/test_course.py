@@ -23,38 +23,38 @@ def batch(number: int) -> BatchSlice:
 
 
 def test_epochs_and_batches_make_a_share_and_the_end_is_one() -> None:
-    course, loader = EpochProgress(), Loader(4)
-    assert course.progress(3, None) is None
-    course.begin(2)
+    progress, loader = EpochProgress(), Loader(4)
+    assert progress.progress(3, None) is None
+    progress.begin(2)
     shares = []
-    for course.epoch in range(2):
+    for progress.epoch in range(2):
         for number in range(4):
-            course.note(loader, batch(number), 2)  # type: ignore[arg-type]
-            shares.append(course.progress(0, None))
+            progress.note(loader, batch(number), 2)  # type: ignore[arg-type]
+            shares.append(progress.progress(0, None))
     assert shares == [(1 + k) / 8 for k in range(8)]
-    course.epoch = None
-    assert course.progress(8, None) is None
-    course.finish()
-    assert course.progress(8, None) == 1.0
+    progress.epoch = None
+    assert progress.progress(8, None) is None
+    progress.finish()
+    assert progress.progress(8, None) == 1.0
 
 
 def test_the_nearer_end_counts() -> None:
-    course = EpochProgress()
-    assert course.progress(5, 10) == 0.5
-    course.begin(10)
-    course.epoch = 0
-    course.note(Loader(10), batch(0), 1)  # type: ignore[arg-type]
-    assert course.progress(5, 10) == 0.5 and course.progress(0, 1000) == 0.01 and course.progress(20, 10) == 1.0
+    progress = EpochProgress()
+    assert progress.progress(5, 10) == 0.5
+    progress.begin(10)
+    progress.epoch = 0
+    progress.note(Loader(10), batch(0), 1)  # type: ignore[arg-type]
+    assert progress.progress(5, 10) == 0.5 and progress.progress(0, 1000) == 0.01 and progress.progress(20, 10) == 1.0
 
 
 def test_of_streams_and_of_two_loaders_in_one_epoch_nobody_knows() -> None:
-    course = EpochProgress()
-    course.begin(2)
-    course.epoch = 0
+    progress = EpochProgress()
+    progress.begin(2)
+    progress.epoch = 0
     first: Any
     for first in (Loader(None), Loader(3)):
-        course.note(first, batch(0), 1)
-    assert course.progress(0, None) is None
-    course.epoch = 1
-    course.note(first, batch(0), 1)
-    assert course.progress(0, None) == (1 + 1 / 3) / 2
+        progress.note(first, batch(0), 1)
+    assert progress.progress(0, None) is None
+    progress.epoch = 1
+    progress.note(first, batch(0), 1)
+    assert progress.progress(0, None) == (1 + 1 / 3) / 2

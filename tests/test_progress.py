@@ -17,7 +17,7 @@ class Stand:
     step = 0
     num_samples = 0
     leased = False
-    course = EpochProgress()
+    progress = EpochProgress()
 
 
 def test_many_calls_are_few_lines_and_the_last_values_are_shown(
@@ -26,7 +26,7 @@ def test_many_calls_are_few_lines_and_the_last_values_are_shown(
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     shown, stand = Progress(), Stand()
-    stand.course.epoch = 0
+    stand.progress.epoch = 0
     for step in range(1, 31):
         now[0] += 0.1
         stand.step, stand.num_samples = step, 4 * step

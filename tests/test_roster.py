@@ -1,4 +1,4 @@
-"""The roster knows every parameter once, by name, and brings everybody rank 0's values."""
+"""The registry knows every parameter once, by name, and brings everybody rank 0's values."""
 
 from __future__ import annotations
 
@@ -53,40 +53,40 @@ def test_everybody_gets_rank_0s_parameters_and_buffers(transport: str) -> None:
 def test_a_tied_parameter_is_there_once_under_its_first_name() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    roster = ParameterRegistry([model], [optimizer_of(model)])
-    assert roster.names == ["0.weight", "0.bias", "1.bias"]
+    registry = ParameterRegistry([model], [optimizer_of(model)])
+    assert registry.names == ["0.weight", "0.bias", "1.bias"]
 
 
 def test_several_models_have_names_of_their_own() -> None:
     models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-    roster = ParameterRegistry(models, [optimizer_of(model) for model in models])
-    assert roster.names == ["model0.weight", "model0.bias", "model1.weight", "model1.bias"]
+    registry = ParameterRegistry(models, [optimizer_of(model) for model in models])
+    assert registry.names == ["model0.weight", "model0.bias", "model1.weight", "model1.bias"]
 
 
 def test_what_models_lose_or_exchange_among_themselves_harms_nobody() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    roster = ParameterRegistry([model], [optimizer_of(model)])
+    registry = ParameterRegistry([model], [optimizer_of(model)])
     model[0], model[1] = model[1], model[0]
-    roster.check_unchanged()
+    registry.check_unchanged()
     del model[1]
-    roster.check_unchanged()
+    registry.check_unchanged()
     model[0].weight = torch.nn.Parameter(torch.ones(3, 3))
     with pytest.raises(HoraError, match=r"0\.weight \[3, 3\] is new since job\.prepare"):
-        roster.check_unchanged()
+        registry.check_unchanged()
 
 
 def test_the_signature_changes_with_every_buffer() -> None:
     model = torch.nn.BatchNorm1d(3)
-    roster = ParameterRegistry([model], [optimizer_of(model)])
-    seen = [roster.signature()]
+    registry = ParameterRegistry([model], [optimizer_of(model)])
+    seen = [registry.signature()]
     for change in (
         lambda: model.running_mean.add_(1),
         lambda: setattr(model, "running_var", model.running_var * 2),
         lambda: model(torch.randn(4, 3)),
     ):
         change()
-        roster.refresh_buffers()
-        assert roster.signature() not in seen
-        seen.append(roster.signature())
-    roster.refresh_buffers()
-    assert roster.signature() == seen[-1]
+        registry.refresh_buffers()
+        assert registry.signature() not in seen
+        seen.append(registry.signature())
+    registry.refresh_buffers()
+    assert registry.signature() == seen[-1]

@@ -33,7 +33,7 @@ def training(group: Group, strategy: str = "shared", history: str = "", **option
     servers = found[1] if (found := re.search(r"/(\d*(?:tcp)?)$", strategy)) else ""
     chosen = parse(strategy.removesuffix(f"/{servers}"))
     if chosen.uses_servers:
-        options["access"] = RunContext(
+        options["context"] = RunContext(
             control=group._control,
             token=ranks.TOKEN,
             rank=group.rank,
@@ -55,7 +55,9 @@ def close_all() -> None:
         one = _open.pop()
         with contextlib.suppress(Exception):
             one.close()
-        outpost = getattr(one.sync, "_outpost", None) or getattr(getattr(one.sync, "_mean", None), "_outpost", None)
+        outpost = getattr(one.sync, "_connections", None) or getattr(
+            getattr(one.sync, "_mean", None), "_connections", None
+        )
         if outpost is not None and outpost._colocated is not None:
             outpost._colocated._loop.stop()
 

@@ -36,7 +36,7 @@ from .rendezvous.rendezvous import rendezvous
 from .runs.exit_codes import SCRIPT_FAILED, SECONDARY_FAILURE
 from .strategies import PS, Auto, LocalSGD, Strategy
 from .strategies.common.sync import CommStats
-from .training import Training, checkpointing, several
+from .training import Training, as_list, checkpointing
 from .training.progress import Progress
 from .training.recorder import Recorder
 from .world import World
@@ -232,29 +232,29 @@ class Job:
         from .serve import predictor
 
         self._asked = True
-        models, optimizers = several("model", model, torch.nn.Module), several("optimizer", optimizer, Optimizer)
+        models, optimizers = as_list("model", model, torch.nn.Module), as_list("optimizer", optimizer, Optimizer)
         assert self._serving is not None
-        roster = ParameterRegistry(models, optimizers)
+        registry = ParameterRegistry(models, optimizers)
         if self._serving.checkpoint:
-            predictor.serve_checkpoint(self._serving, roster, predict)
+            predictor.serve_checkpoint(self._serving, registry, predict)
         else:
             ps = (self.strategy, self._access) if isinstance(self.strategy, PS) and self._access is not None else None
             if ps is not None and ps[0].mode == "sync" and len(optimizers) > 1:
                 ps = None  # servers are at rest after each optimizer's part of a step, rank 0 knows when it is whole
             many = self._serving.source == "newest" or self._everybody_shows
             run = predictor.ServedRun(self._context.control, self._context.token, self.size if many else 1, ps)
-            predictor.serve(self._serving, roster, predict, run)
+            predictor.serve(self._serving, registry, predict, run)
         raise SystemExit(0)
 
     def _serve(self, model: Any, optimizer: Any) -> NoReturn:
         from .server.process import serve
 
         assert isinstance(self.strategy, PS | LocalSGD) and self._access is not None
-        models, optimizers = several("model", model, torch.nn.Module), several("optimizer", optimizer, Optimizer)
+        models, optimizers = as_list("model", model, torch.nn.Module), as_list("optimizer", optimizer, Optimizer)
         try:
             with torch.no_grad():
-                roster = ParameterRegistry(models, self.strategy.served(optimizers))
-                serve(self._access, roster, self.strategy.rules(), self.strategy.block_bytes)
+                registry = ParameterRegistry(models, self.strategy.served(optimizers))
+                serve(self._access, registry, self.strategy.rules(), self.strategy.block_bytes)
         except ValueError:  # of this model and these servers: all find the same, and one says it
             if self._access.rank == 0:
                 raise
@@ -425,7 +425,7 @@ class Job:
         if not self._failed:
             with contextlib.suppress(HoraError):
                 self._context.control.leave()
-            self.training.linger()
+            self.training.stay()
         if self._publisher is not None:
             self._publisher.close(clean=not self._failed)
         self._world.close()

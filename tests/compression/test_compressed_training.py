@@ -12,6 +12,7 @@ import ranks
 from hora.collectives import Group
 from hora.compression.codec import BLOCK, make_codec
 from hora.strategies import parse
+from hora.strategies.common.sync import Snapshot
 from rounds import SMALL, Crew, diloco, even, uneven, work
 from trainings import batch, building, fit, loss_of, mlp, net, parameters_of, part, training
 
@@ -71,7 +72,7 @@ def test_training_comes_as_far_as_in_full_precision(wire: str, hosts: list[int])
 def test_every_strategy_of_the_family_compresses(strategy: str) -> None:
     def script(group: Group) -> tuple[list[torch.Tensor], str]:
         one = training(group, f"{strategy}:wire=int8")
-        return fit(one, steps=5), one.sync.summary()
+        return fit(one, steps=5), one.sync.describe().summary
 
     found = run([0, 0, 2], script)
     assert_alike([parameters for parameters, _ in found])
@@ -163,7 +164,8 @@ def descend(group: Group, wire: str, steps: int, spoilt: int = -1, restored: int
     one.prepare(model, optimizer)
     for step in range(steps):
         if step == restored:
-            one.sync.reload({name: p.detach().clone() for name, p in model.named_parameters()}, {}, {})
+            kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+            one.sync.restore(Snapshot(kept, {}, [{}]))
         first, second = model()
         spoil = step == spoilt and group.rank == group.size - 1
         (first * (float("nan") if spoil else 1.0) + second).backward()
@@ -192,7 +194,7 @@ def test_what_was_owed_is_forgotten_when_a_run_is_restored(wire: str) -> None:
 def test_a_parameter_that_is_spread_over_buckets_is_cut_into_whole_rows() -> None:
     def script(group: Group) -> tuple[list[torch.Tensor], str]:
         one = training(group, "ring:wire=powersgd,rank=1,bucket_bytes=1024")
-        return fit(one, steps=40, width=40), one.sync.summary()
+        return fit(one, steps=40, width=40), one.sync.describe().summary
 
     found = run([0, 1], script)
     assert_alike([parameters for parameters, _ in found])
@@ -314,7 +316,7 @@ def test_rounds_send_what_the_formula_says_and_tell_it(wire: str, strategy: str)
             optimizer.zero_grad()
             model(torch.ones(2, 64)).square().mean().backward()
             optimizer.step()
-        return one.sync.traffic.sent_bytes, one.sync.summary()
+        return one.sync.traffic.sent_bytes, one.sync.describe().summary
 
     coded = make_codec(wire).num_bytes(numel)
     for sent, said in run([0, 1], script):

@@ -23,7 +23,7 @@ def trained(size: int, strategy: str, transport: str) -> list[tuple[Training, di
 
         def look(one: Training, _: Any) -> None:
             assert one.sync is not None
-            told.append(one.sync.peers())
+            told.append(one.sync.describe().sent_to)
 
         trainings.fit(one, steps=STEPS + 1, each=look)
         assert told[0].keys() == told[-1].keys()
@@ -43,8 +43,8 @@ def shown(workers: list[tuple[Training, dict[int, int]]]) -> int:
     """Without what was sent."""
     total = 0
     for one, peers in workers:
-        for armed in one.sync._armed.values():  # type: ignore[union-attr]
-            total += sum(armed.courier.shown(peer) for peer in peers)
+        for armed in one.sync._plans._plans.values():  # type: ignore[union-attr]
+            total += sum(armed.reducer.shown(peer) for peer in peers)
     return total
 
 
@@ -72,12 +72,12 @@ def test_what_servers_get_goes_to_no_worker_and_lags_are_told_as_often_as_they_a
     for one, peers in trained(2, "ps:mode=async/1", "memory"):
         assert peers == {}
         assert one.sync is not None
-        assert one.sync.facts()["lag"] >= 0
-        assert one.sync.facts() == one.sync.facts()
-        assert one.sync.notes().keys() == one.sync.facts().keys()
+        assert one.sync.describe().figures["lag"] >= 0
+        assert one.sync.describe().figures == one.sync.describe().figures
+        assert one.sync.describe().figures.keys() == one.sync.describe().figures.keys()
     for one, peers in trained(2, "ps/1", "memory"):
         assert peers == {}
-        assert one.sync is not None and one.sync.facts() == {}
+        assert one.sync is not None and one.sync.describe().figures == {}
 
 
 @pytest.mark.parametrize("strategy", ["ring", "local:every=2"])

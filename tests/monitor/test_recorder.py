@@ -15,7 +15,7 @@ from hora.errors import HoraError
 from hora.monitor import messages
 from hora.monitor.messages import MAX_NAMES, MAX_ROWS, WorkerReport
 from hora.monitor.values import check_values
-from hora.strategies.common.sync import CommStats
+from hora.strategies.common.sync import CommStats, SyncReport
 from hora.training.recorder import Recorder
 
 
@@ -27,16 +27,13 @@ class Sync:
         self.traffic = CommStats()
         self.sent = {1: 0}
 
-    def peers(self) -> dict[int, int]:
-        return dict(self.sent)
-
-    def facts(self) -> dict[str, float]:
-        return {"lag": 1.5}
+    def describe(self) -> SyncReport:
+        return SyncReport(figures={"lag": 1.5}, sent_to=dict(self.sent))
 
 
 def training(**given: Any) -> Any:
-    course = SimpleNamespace(epoch=2, num_epochs=5, progress=lambda step, max_steps: 0.5)
-    about = {"sync": Sync(), "step": 0, "max_steps": None, "own_samples": 0, "course": course}
+    progress = SimpleNamespace(epoch=2, num_epochs=5, progress=lambda step, max_steps: 0.5)
+    about = {"sync": Sync(), "step": 0, "max_steps": None, "own_samples": 0, "progress": progress}
     return SimpleNamespace(**{**about, **given})
 
 

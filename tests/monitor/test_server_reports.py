@@ -157,8 +157,8 @@ def test_servers_in_the_workers_processes_report_too(monkeypatch: pytest.MonkeyP
 
     def work(group: Any) -> None:
         one = trainings.training(group, "ps/2")
-        assert one.access is not None
-        one.access = dataclasses.replace(one.access, watched=True)
+        assert one.context is not None
+        one.context = dataclasses.replace(one.context, watched=True)
         trainings.fit(one, steps=10)
         assert everything.wait(20)
 

@@ -28,6 +28,7 @@ from hora.server.messages import BeginStep, Push
 from hora.server.state import Rules, ServerState
 from hora.server.store import ParameterStore
 from hora.strategies import parse
+from hora.strategies.common.hooks import TrainingHooks
 from hora.strategies.common.sync import Sync
 
 
@@ -264,7 +265,7 @@ def test_a_reader_of_blocks_never_meets_half_an_update() -> None:
 
 def trained(rounds: int | None = None) -> tuple[Model, Sync]:
     model = Model()
-    sync = parse("ring").sync(registry_of(model))
+    sync = parse("ring").sync(registry_of(model), TrainingHooks())
     sync.rounds = rounds
     return model, sync
 
@@ -343,8 +344,8 @@ def test_with_rounds_what_was_agreed_upon_is_shown_and_only_then() -> None:
 
 def test_an_average_that_is_kept_is_shown_though_steps_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sync = trained(rounds=0)
-    kept = [torch.full_like(parameter, 5.0) for parameter in sync.roster.parameters]
-    monkeypatch.setattr(sync, "common", lambda: kept)
+    kept = [torch.full_like(parameter, 5.0) for parameter in sync.registry.parameters]
+    monkeypatch.setattr(sync, "agreed_parameters", lambda: kept)
     made, _ = publisher(sync, every="step")
     at(model, sync, 9.0, rounds=1, local_steps=2)
     made.publish(10)
@@ -354,7 +355,7 @@ def test_an_average_that_is_kept_is_shown_though_steps_went_on(monkeypatch: pyte
 
 def test_in_the_warm_up_every_step_is_common() -> None:
     model, sync = trained(rounds=0)
-    sync.warm = True
+    sync.warming_up = True
     made, _ = publisher(sync, every="2")
     found = []
     for step in range(1, 5):
@@ -368,7 +369,7 @@ def test_in_the_warm_up_every_step_is_common() -> None:
         (ParameterVersion(4, round=0, local_step=0), 4.0),
     )
     at(model, sync, 5.0, rounds=0, local_steps=0)
-    sync.warm = False
+    sync.warming_up = False
     made.publish(5)
     assert shown_by(made, model) == (ParameterVersion(5, round=0, local_step=0), 5.0), "its end is where rounds begin"
     made.close(clean=True)

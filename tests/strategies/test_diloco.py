@@ -139,7 +139,7 @@ def test_half_precision_keeps_its_common_point_in_single(dtype: torch.dtype, ove
             model(torch.ones(1, 1, dtype=dtype)).sum().backward()
             optimizer.step()
             if one.sync.rounds == 1 and first is None:
-                first = one.sync.common()[0].clone()
+                first = one.sync.agreed_parameters()[0].clone()
         one.depart()
         return first, model.weight.detach().clone()
 

@@ -92,7 +92,7 @@ def test_a_large_parameter_is_cut_into_slices_and_a_small_one_is_not(strategy: s
         with building():
             model = net(width=192)
         one.prepare(model, torch.optim.Adam(model.parameters()))
-        return [[(lane.owner, lane.start, lane.stop) for lane in lanes] for lanes in one.sync._lanes_of]
+        return [[(lane.owner, lane.start, lane.stop) for lane in lanes] for lanes in one.sync._shards_of]
 
     found = ranks.run(3, look)
     assert found[0] == found[1] == found[2]
@@ -149,7 +149,7 @@ def test_a_thread_that_carries_the_mail_changes_no_bit(
     strategy: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = train(3, strategy, transport, optimizer="adamw", steps=12, width=192)
-    monkeypatch.setattr("hora.strategies.allreduce.make_reducer.num_cores", lambda: 64)
+    monkeypatch.setattr("hora.strategies.allreduce.bucket_plans.num_cores", lambda: 64)
     helped = train(3, strategy, transport, optimizer="adamw", steps=12, width=192)
     for mine, theirs in zip(alone, helped, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -14,6 +14,7 @@ import ranks
 import trainings
 from hora.collectives import Group
 from hora.data import DataService, Shard, shard
+from hora.strategies.common.sync import LoopEvent
 from hora.training import Training, checkpointing
 from rounds import OPTIMIZERS, SMALL, Crew, assert_same, even, local, uneven, work
 from trainings import batch, building, fail, loss_of, mlp, parameters_of, part, training
@@ -244,7 +245,7 @@ def test_two_optimizers_of_one_worker_leave_nothing_behind(first: int) -> None:
             pair[1 - first].step()
             model.zero_grad()
         if not isinstance(one, trainings.Plain):
-            one.sync.leave_loop()
+            one.sync.join(LoopEvent.FINISHED)
         return parameters_of(model)
 
     wanted = script(trainings.Plain())
@@ -263,7 +264,7 @@ def test_reports_from_the_same_point_make_the_mean(servers: str, order: tuple[in
         one, model = training(group, f"local:every=3,via=ps,barrier=false/{servers}"), mlp(SMALL)
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         one.prepare(model, optimizer)
-        one.sync.enter_loop()
+        one.sync.join(LoopEvent.ENTERED)
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, even(2)(group.rank, step)).backward()
@@ -275,7 +276,7 @@ def test_reports_from_the_same_point_make_the_mean(servers: str, order: tuple[in
         if mine == 0:
             turns[1].set()
         group.barrier("both have reported")
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
         return parameters_of(model)
 
     crew = Crew(2, even(2), "momentum")
@@ -291,7 +292,7 @@ def test_a_slow_worker_never_blocks_the_fast_one(servers: str) -> None:
         one, model = training(group, f"local:every=2,via=ps,barrier=false/{servers}"), mlp(SMALL)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         one.prepare(model, optimizer)
-        one.sync.enter_loop()
+        one.sync.join(LoopEvent.ENTERED)
         for step in range(25 if group.rank == 0 else 3):
             optimizer.zero_grad()
             loss_of(model, batch(step)).backward()
@@ -300,7 +301,7 @@ def test_a_slow_worker_never_blocks_the_fast_one(servers: str) -> None:
             optimizer.step()
             track.step(group.rank)
         rounds = one.sync.rounds
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
         return rounds
 
     assert ranks.run(2, script) == [12, 1]
@@ -388,7 +389,7 @@ def test_without_a_barrier_a_refused_step_is_one_workers_own_affair(fused: bool)
             scaler.step(optimizer)
             scaler.update()
         seen = one.sync._full
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
         return one.sync.rounds, seen
 
     assert ranks.run(2, script) == [(3, 4.0), (2, 4.0)]
@@ -419,7 +420,7 @@ def test_a_run_that_is_restored_goes_on_as_the_one_that_saved(strategy: str, tmp
             if step == 3 and not restore:
                 checkpointing.save(one, group, str(tmp_path), "local", 2)
         one.depart()
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
         return parameters_of(model)
 
     wanted = ranks.run(size, lambda g: script(g, False))

@@ -351,7 +351,7 @@ def test_models_that_freeze_each_other_in_turn_use_their_buckets_again(strategy:
             (1 - second(first(x))).square().mean().backward()
             optimizers[0].step()
             if one.size > 1:
-                made.append((one.rank, id(one.sync._courier)))
+                made.append((one.rank, id(one.sync._plans.reducer)))
         if one.size > 1:
             assert len({courier for rank, courier in made if rank == one.rank}) <= 2
         return parameters_of(first, second)
@@ -565,7 +565,7 @@ def test_a_gradient_that_nobody_else_holds_is_not_copied(
 ) -> None:
     found: list[bool] = []
     monkeypatch.setattr(
-        "hora.strategies.allreduce.replicated.is_sole_owner",
+        "hora.strategies.allreduce.flat_gradients.is_sole_owner",
         lambda grad: found.append(is_sole_owner(grad)) or found[-1],
     )
 
@@ -661,7 +661,7 @@ def test_a_gradient_penalty_differentiates_twice(strategy: str) -> None:
             ((slope.norm(dim=1) - 1).square().mean() + out.square().mean()).backward()
             optimizer.step()
         if one.size > 1:
-            assert one.sync.num_exchanges == 4
+            assert one.sync.hooks.num_exchanges == 4
         return parameters_of(model)
 
     same(script, strategy)
@@ -739,7 +739,7 @@ def test_checkpoints_end_no_backward_but_their_own(
             model(part(one, batch(step)).clone()).square().mean().backward()
             optimizer.step()
         if one.size > 1:
-            assert one.sync.num_exchanges == 4
+            assert one.sync.hooks.num_exchanges == 4
         return parameters_of(model)
 
     same(script, f"{strategy}{',' if ':' in strategy else ':'}bucket_bytes=1024")

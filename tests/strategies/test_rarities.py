@@ -138,7 +138,7 @@ def test_a_prepared_model_inside_a_checkpoint_is_exchanged_once_per_backward(str
             optimizer.step()
             optimizer.zero_grad()
         if getattr(one, "sync", None) is not None:
-            counts.append(one.sync.num_exchanges)
+            counts.append(one.sync.hooks.num_exchanges)
         return parameters_of(encoder, decoder)
 
     same(script, strategy)

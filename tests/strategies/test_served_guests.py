@@ -22,6 +22,7 @@ from hora.net.handshake import connect
 from hora.net.message_socket import HEADER, MessageSocket
 from hora.server import messages
 from hora.server.loop import PURPOSE
+from hora.strategies.common.sync import LoopEvent
 from hora.training import checkpointing
 from test_saving import Saver, on, trained
 from workers import CLOSE, data, mse, net, state
@@ -254,7 +255,7 @@ def test_strangers_on_a_servers_port_are_refused_and_the_training_is_unharmed(
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         one.prepare(model, optimizer)
-        one.sync.enter_loop()
+        one.sync.join(LoopEvent.ENTERED)
 
         def steps(start: int, stop: int) -> None:
             for step in range(start, stop):
@@ -268,12 +269,12 @@ def test_strangers_on_a_servers_port_are_refused_and_the_training_is_unharmed(
             if group.rank == 0 and visited:
                 host, port, _ = group._control.get("ps/0", 5.0).decode().split()
                 layout = one.sync._client.layout
-                hello = messages.WorkerHello(0, "", layout.fingerprint, one.sync.roster.entries())
+                hello = messages.WorkerHello(0, "", layout.fingerprint, one.sync.registry.entries())
                 before = len(caplog.records)
                 stranger((host, int(port)), hello)
                 told.append(len(caplog.records) - before)
             steps(3 + number, 4 + number)
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
         group.barrier("done")
         one.sync._refresh()
         return state(model)

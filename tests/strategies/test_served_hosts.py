@@ -16,6 +16,7 @@ import ranks
 from hora.collectives import Group
 from hora.errors import HoraError, PeerLost
 from hora.strategies import parse
+from hora.strategies.common.sync import LoopEvent, Snapshot
 from hora.training import Training
 from trainings import Plain, batch, fit, loss_of, mlp, parameters_of, part, training, uneven
 from workers import Worker, alone, assert_alike, mse
@@ -308,7 +309,7 @@ def test_a_gradient_that_came_too_late_pays_no_debts() -> None:
         _, owed = steep(one, 12)
         group.barrier()  # the other may still have sent something after this one's last step
         one.sync._refresh()
-        return -one.sync.roster.parameters[0].detach().view(-1).clone(), owed, one.sync.num_dropped
+        return -one.sync.registry.parameters[0].detach().view(-1).clone(), owed, one.sync.num_dropped
 
     found = run((0, 1), work)
     assert sum(dropped for _, _, dropped in found) > 0
@@ -321,8 +322,8 @@ def test_a_restored_run_owes_nothing() -> None:
         one = training(group, "ps:wire=topk,topk=0.1/1tcp")
         steep(one, 3)
         sync = one.sync
-        kept = {name: p.detach().clone() for name, p in zip(sync.roster.names, sync.roster.parameters, strict=True)}
-        sync.reload(kept, {}, {})
+        kept = {name: p.detach().clone() for name, p in zip(sync.registry.names, sync.registry.parameters, strict=True)}
+        sync.restore(Snapshot(kept, {}, [{}]))
         return sum((owed for link in sync._client.connections for owed in link.residuals.values()), torch.zeros(64))
 
     assert not any(bool(owed.any()) for owed in run((0, 1), work))
@@ -390,7 +391,7 @@ def test_the_end_of_a_run_says_what_the_wire_has_saved() -> None:
     def work(group: Group, strategy: str) -> str:
         one = training(group, strategy)
         fit(one, steps=4)
-        return one.sync.summary()  # type: ignore[union-attr]
+        return one.sync.describe().summary  # type: ignore[union-attr]
 
     assert run((0, 0), lambda g: work(g, "ps:wire=int8/1tcp"))[0].startswith("wire=int8: pushes 0.0 MB instead of")
     assert "no effect" in run((0, 0), lambda g: work(g, "ps:wire=int8/1"))[0]
@@ -415,7 +416,7 @@ class Vanishing:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         one.prepare(model, optimizer)
         group.barrier("all are bound")
-        one.sync.enter_loop()  # type: ignore[union-attr]
+        one.sync.join(LoopEvent.ENTERED)  # type: ignore[union-attr]
         group.barrier("all are in")
         for step in range(1 if group.rank == self.silent else 3):
             if step == 1 and group.rank == 1:

@@ -21,6 +21,7 @@ import ranks
 import trainings
 from hora.collectives import Group
 from hora.data import DataService, Shard, shard
+from hora.strategies.common.sync import LoopEvent
 from hora.training import Training
 from trainings import batch, fail, loss_of, mlp, parameters_of
 from workers import CLOSE, Worker, data, mse, net, state, workers
@@ -43,7 +44,7 @@ def leased(one: Training, group: Group, count: int, **cut: Any) -> Shard:
 def enter(one: Training, group: Group) -> None:
     """All train, and every server knows it: one whose word came late would stand where the others are by then."""
     assert one.sync is not None
-    one.sync.enter_loop()
+    one.sync.join(LoopEvent.ENTERED)
     one.sync.stats()  # type: ignore[attr-defined]  # the answer comes after what was said before
     group.barrier("all are in")
 
@@ -103,7 +104,7 @@ def test_a_lasting_straggler_holds_the_others_back_by_what_the_mode_allows(mode:
             optimizer.step()
             optimizer.zero_grad()
             track.step(group.rank)
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
 
     ranks.run(3, rank)
     assert set(leads) == {lead - 1}, "steps that the fast ones have behind them beyond the slow one's"
@@ -128,7 +129,7 @@ def test_a_worker_slowed_four_times_costs_the_others_nothing(mode: str, servers:
             optimizer.step()
             optimizer.zero_grad()
             track.step(group.rank)
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
 
     ranks.run(3, rank)
     assert track.steps == [40, 40, 10]
@@ -151,7 +152,7 @@ def test_hiccups_shorter_than_the_bound_hold_nobody_back() -> None:
             optimizer.step()
             optimizer.zero_grad()
             track.step(group.rank)
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
 
     ranks.run(3, rank)
     assert track.steps == [40, 40, 40]
@@ -288,7 +289,7 @@ def test_all_hold_identical_parameters_after_every_kth_step(every: int, servers:
             optimizer.step()
             optimizer.zero_grad()
             after.append(state(model))
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
         return after
 
     found = ranks.run(3, rank)
@@ -421,7 +422,7 @@ def test_as_many_backups_as_workers_are_refused() -> None:
         one.prepare(model, sgd(model))
 
     for said in fail(script, "ps:backup=2/1"):
-        assert said.startswith("ValueError: backup=2 of 2 workers leaves nobody")
+        assert said.startswith("ValueError: backup=2 of 2 workers leaves no worker")
 
 
 # -- prefetch --------------------------------------------------------------------------------------------------------
@@ -475,7 +476,7 @@ def test_a_nan_is_named_not_applied_and_only_that_workers(strategy: str) -> None
         optimizer = sgd(model)
         one.prepare(model, optimizer)
         said = ""
-        one.sync.enter_loop()
+        one.sync.join(LoopEvent.ENTERED)
         try:
             for step in range(6):
                 x = batch(step)[:, :4]
@@ -485,7 +486,7 @@ def test_a_nan_is_named_not_applied_and_only_that_workers(strategy: str) -> None
                 optimizer.zero_grad()
         except Exception as error:
             said = str(error)
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
         group.barrier("all have ended")
         one.sync._refresh()
         return said, one.step, state(model)

@@ -16,6 +16,7 @@ from hora.server.layout import cut
 from hora.server.messages import ChunkReady
 from hora.server.rows import checked, compensate_delay, from_bytes, to_bytes, weighted_sum
 from hora.server.store import ParameterStore
+from hora.strategies.common.sync import LoopEvent
 from trainings import building, fail, parameters_of, part, same, training, uneven
 
 ROWS, WIDTH = 200, 4
@@ -173,9 +174,9 @@ def test_with_backups_all_workers_read_the_same_rows_in_the_end(servers: str) ->
             loss_of(net, part(one, ids(step))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
         one.sync.home.barrier("all have done their steps")
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
         return parameters_of(net)
 
     first, *others = ranks.run(3, lambda group: run(training(group, f"ps:backup=1,{SPLIT}/{servers}")))
@@ -204,9 +205,9 @@ def test_no_row_is_lost_when_nobody_waits(mode: str, servers: str) -> None:
             table(ids(10 * one.rank + step)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
         one.sync.home.barrier("all have done their steps")
-        one.sync.leave_loop()  # reads what the others did since
+        one.sync.join(LoopEvent.FINISHED)  # reads what the others did since
         return table.weight.detach().clone()
 
     expected = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
@@ -233,7 +234,7 @@ def test_prefetch_with_a_sparse_table_reads_every_row_in_the_end() -> None:
             table(ids(step)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
         return table.weight.detach() - first
 
     (found,) = ranks.run(1, lambda group: run(training(group, f"ps:mode=async,prefetch=true,{SPLIT}")))
@@ -420,7 +421,7 @@ def test_an_optimizer_that_takes_no_sparse_gradient_is_named_with_the_remedy() -
         optimizer.step()
 
     for error in fail(run, "ps"):
-        assert "table.weight is sparse, which AdamW does not take" in error and "SparseAdam" in error
+        assert "table.weight is sparse, and AdamW takes dense ones only" in error and "SparseAdam" in error
 
 
 def test_a_dense_gradient_for_sparse_adam_is_refused() -> None:
@@ -456,8 +457,7 @@ def test_a_snapshot_goes_on_with_another_number_of_servers(optimizer: str) -> No
         optimizers = OPTIMIZERS[optimizer](net)
         one.prepare(net, optimizers)
         if found is not None:
-            one.sync.reload(found.parameters, found.buffers, {})
-            one.sync.load_states(found.states)
+            one.sync.restore(found)
         for step in steps:
             loss_of(net, part(one, ids(step))).backward()
             for each in optimizers:

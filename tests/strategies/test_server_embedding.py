@@ -18,6 +18,7 @@ from hora.errors import HoraError
 from hora.server.embedding_table import initial
 from hora.server.messages import Lookup, Push
 from hora.server.rows import to_bytes
+from hora.strategies.common.sync import LoopEvent
 from hora.training import Training, checkpointing
 from trainings import Plain, building, fail, part, same, training, uneven
 
@@ -310,7 +311,7 @@ def test_no_gradient_is_lost_when_nobody_waits(mode: str, servers: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert one.sync is not None
-        one.sync.leave_loop()
+        one.sync.join(LoopEvent.FINISHED)
         one.sync.home.barrier("all have done their steps")
         with torch.no_grad():
             found = table(torch.arange(ROWS)).clone()
@@ -364,7 +365,11 @@ class Mine(torch.optim.SGD):
         ("ps", Mine, "Mine's, which is not known to update rows by themselves"),
         ("ps", torch.optim.Rprop, "Rprop's, which is not known"),
         ("ps", None, "is in no optimizer"),
-        ("ps:backup=1", torch.optim.SGD, "backup needs a copy of what a worker has read, and of a ServerEmbedding"),
+        ("ps:backup=1", torch.optim.SGD, "backup needs a copy of the parameters that a worker has pulled"),
+            "ps:backup=1",
+            torch.optim.SGD,
+            "backup needs a copy of the parameters that a worker has pulled, and there is none of a ServerEmbedding",
+        ),
         ("ps:mode=async,correct=dc", torch.optim.SGD, "correct=dc needs a copy"),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_subclass_of_a_known_optimizer_gets_whole_parameters(strategy: str) ->
     def look(group: Any) -> list[int]:
         one = training(group, strategy)
         step_once(one, optimizer=Mine)
-        return [len(lanes) for lanes in one.sync._lanes_of]
+        return [len(lanes) for lanes in one.sync._shards_of]
 
     assert set(ranks.run(2, look)[0]) == {1}
 
@@ -259,7 +259,7 @@ def test_many_buckets_share_a_few_copies_and_train_as_one_process(strategy: str,
     def script(one: Any) -> list[torch.Tensor]:
         model, _ = step_once(one, width=60, steps=4)
         if one.size > 1:
-            courier = one.sync._courier
+            courier = one.sync._plans.reducer
             found.append((len(one.sync._backward.buckets), sum(map(len, courier._copies.values()))))
         return parameters_of(model)
 

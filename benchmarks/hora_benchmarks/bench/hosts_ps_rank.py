@@ -20,6 +20,7 @@ import torch
 
 import hora
 from hora.server.layout import ParameterBlock
+from hora.strategies.common.sync import LoopEvent
 from hora.strategies.ps.worker import ParameterServerSync
 from hora_benchmarks.bench.ps_rank import OPTIMIZERS, Flat
 
@@ -72,11 +73,11 @@ def main(params: int, counter: str) -> None:
     assert isinstance(sync, ParameterServerSync)
     generator = torch.Generator().manual_seed(job.rank)
     gradients = [torch.randn(parameter.shape, generator=generator) for parameter in model.parameters()]
-    sync.enter_loop()
+    sync.join(LoopEvent.ENTERED)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(measure(job, sync, gradients, json.loads(line)["calls"], counter)), file=answers, flush=True)
-    sync.leave_loop()
+    sync.join(LoopEvent.FINISHED)
 
 
 if __name__ == "__main__":

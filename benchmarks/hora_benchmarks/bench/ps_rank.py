@@ -21,6 +21,7 @@ import torch
 
 import hora
 from hora.server.layout import ParameterBlock
+from hora.strategies.common.sync import LoopEvent
 from hora.strategies.ps.worker import ParameterServerSync
 
 LAYERS = 10
@@ -57,7 +58,7 @@ def main(path: str, params: int, how: str, kind: str) -> None:
     if how == "step":
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-    sync.enter_loop()
+    sync.join(LoopEvent.ENTERED)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(path)
         file = line.makefile("rw")
@@ -87,7 +88,7 @@ def main(path: str, params: int, how: str, kind: str) -> None:
                 answer["server_cpu"] = spent / seconds
             file.write(json.dumps(answer) + "\n")
             file.flush()
-    sync.leave_loop()
+    sync.join(LoopEvent.FINISHED)
 
 
 def enough(job: hora.Job, mine: bool) -> bool:

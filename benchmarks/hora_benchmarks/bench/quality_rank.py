@@ -163,7 +163,7 @@ def main(path: str, task_name: str, lr: float, steps: int, seeds: list[int]) -> 
 
     def look() -> None:
         with torch.no_grad():
-            for parameter, agreed in zip(shown.parameters(), sync.common(), strict=True):
+            for parameter, agreed in zip(shown.parameters(), sync.agreed_parameters(), strict=True):
                 parameter.copy_(agreed)
             found = [task.evaluate(model) for model in shown]
         losses, accuracies = zip(*found, strict=True)

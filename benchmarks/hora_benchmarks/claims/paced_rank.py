@@ -164,7 +164,9 @@ def train(
             each.append(time.perf_counter() - begin)
             if job is not None:
                 waited.append(job.traffic.exposed_s - exposed_s)
-                lags.append(job.training.sync.facts().get("lag", 0.0) if job.training.sync is not None else 0.0)
+                lags.append(
+                    job.training.sync.describe().figures.get("lag", 0.0) if job.training.sync is not None else 0.0
+                )
             after = core_ticks()
     busy = (after[0] - before[0]) / max(1, after[1] - before[1])
     return {"each": each, "waited": waited, "lags": lags, "busy": busy}

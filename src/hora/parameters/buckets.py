@@ -79,7 +79,7 @@ class Bucket:
 def plan(
     order: Sequence[int],
     parameters: Sequence[torch.Tensor],
-    lanes: Callable[[int], Sequence[ParameterShard]],
+    shards: Callable[[int], Sequence[ParameterShard]],
     bucket_bytes: int,
     num_owners: int = 1,
 ) -> list[Bucket]:
@@ -105,7 +105,7 @@ def plan(
     for index in order:
         parameter = parameters[index]
         kind = (parameter.dtype, parameter.device)
-        left = [[lane.start, lane.stop, lane.owner] for lane in lanes(index) if lane.stop > lane.start]
+        left = [[shard.start, shard.stop, shard.owner] for shard in shards(index) if shard.stop > shard.start]
         while left:
             limit = bucket_bytes if buckets else min(FIRST_BYTES, bucket_bytes)
             room = max(1, limit // parameter.element_size()) - filled.setdefault(kind, 0)
@@ -114,12 +114,12 @@ def plan(
                 close(kind)  # one that does not fit begins a bucket, so that a large one need not be copied together
                 continue
             each = max(1, -(-room // len(left)))
-            for lane in left:
-                take = min(each, lane[1] - lane[0])
-                pieces.append((index, lane[0], lane[0] + take, lane[2]))
+            for shard in left:
+                take = min(each, shard[1] - shard[0])
+                pieces.append((index, shard[0], shard[0] + take, shard[2]))
                 filled[kind] += take
-                lane[0] += take
-            left = [lane for lane in left if lane[1] > lane[0]]
+                shard[0] += take
+            left = [shard for shard in left if shard[1] > shard[0]]
             if filled[kind] * parameter.element_size() >= limit:
                 close(kind)
     for kind in list(open_ones):
@@ -130,7 +130,9 @@ def plan(
 class BackwardListener(Protocol):
     """Who is told. Called on the thread that runs backward; what it raises comes out of `backward()`."""
 
-    silent: bool  # inside `job.accumulate()`: buckets are not announced
+    @property
+    def silent(self) -> bool:
+        """Inside `job.accumulate()`: buckets are not announced."""
 
     def bucket_ready(self, bucket: Bucket) -> None:
         """All its gradients of this backward are there, and all buckets before it have been announced."""
@@ -153,7 +155,7 @@ class BackwardHooks:
         self.names = names
         self.running = False
         self.passed = False
-        self.signet = ""  # a short word for who is watched: the same on two ranks if they watch the same
+        self.fingerprint = ""  # a short word for who is watched: the same on two ranks if they watch the same
         self.num_fires = [0] * len(parameters)  # ever: how often each gradient was added to
         self.buckets: list[Bucket] = []
         self.announced = 0
@@ -184,7 +186,7 @@ class BackwardHooks:
             self._handles.pop(index).remove()
         for index in sorted(wanted - self._handles.keys()):
             self._handles[index] = self.parameters[index].register_post_accumulate_grad_hook(self._hook_for(index))
-        self.signet = f"of {len(wanted)} gradients, {zlib.crc32(repr(self.watched).encode()):08x}"
+        self.fingerprint = f"of {len(wanted)} gradients, {zlib.crc32(repr(self.watched).encode()):08x}"
         return True
 
     def unhook(self) -> None:

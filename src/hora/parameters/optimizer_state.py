@@ -13,25 +13,25 @@ from .shards import flatten
 OptimizerStates = list[dict[str, dict[str, Any]]]  # for each optimizer, by parameter
 
 
-def collect(roster: ParameterRegistry) -> OptimizerStates:
+def collect(registry: ParameterRegistry) -> OptimizerStates:
     return [
-        {roster.names[roster.index[id(parameter)]]: state for parameter, state in optimizer.state.items()}
-        for optimizer in roster.optimizers
+        {registry.names[registry.index[id(parameter)]]: state for parameter, state in optimizer.state.items()}
+        for optimizer in registry.optimizers
     ]
 
 
 def load(
-    roster: ParameterRegistry, states: OptimizerStates, fitting: Callable[[int, dict[str, Any]], dict[str, Any]]
+    registry: ParameterRegistry, states: OptimizerStates, fitting: Callable[[int, dict[str, Any]], dict[str, Any]]
 ) -> None:
     """Each optimizer gets its own; `fitting(parameter, state)` is what this worker holds of one."""
-    for optimizer, state in zip(roster.optimizers, states, strict=True):
+    for optimizer, state in zip(registry.optimizers, states, strict=True):
         plain = optimizer.state_dict()
         packed = {}
         for group, numbers in zip(optimizer.param_groups, plain["param_groups"], strict=True):
             for parameter, number in zip(group["params"], numbers["params"], strict=True):
-                index = roster.index[id(parameter)]
-                if roster.names[index] in state:
-                    packed[number] = fitting(index, state[roster.names[index]])
+                index = registry.index[id(parameter)]
+                if registry.names[index] in state:
+                    packed[number] = fitting(index, state[registry.names[index]])
         optimizer.load_state_dict({"state": packed, "param_groups": plain["param_groups"]})
 
 

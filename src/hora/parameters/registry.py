@@ -1,4 +1,4 @@
-"""Roster: the parameters and buffers of the models that were prepared, each with its name, the same on every rank."""
+"""ParameterRegistry: the parameters and buffers of the prepared models, by the same names on every rank."""
 
 from __future__ import annotations
 
@@ -146,6 +146,21 @@ class ParameterRegistry:
                 for piece, place in pieces:
                     with torch.inference_mode(piece.is_inference()), torch.no_grad():
                         piece.copy_(place.to(torch.bool) if piece.dtype is torch.bool else place)
+
+    def parameter_dict(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in zip(self.names, self.parameters, strict=True)}
+
+    def buffer_dict(self) -> dict[str, torch.Tensor]:
+        self.refresh_buffers()
+        return dict(self.buffers)
+
+    def load(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
+        """Copies these values, by name, into the parameters and buffers."""
+        with torch.no_grad():
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                parameter.copy_(parameters[name])
+            for name, buffer in self.buffers.items():
+                buffer.copy_(buffers[name])
 
     def signature(self) -> list[tuple[int, int]]:
         """Changes whenever a buffer does, or is replaced by another tensor."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 CUT_BYTES = 64 << 10  # a smaller parameter belongs to one rank alone
-ALIGN = 32  # elements: lanes begin on cache lines of their own
+ALIGN = 32  # elements: shards begin on cache lines of their own
 
 # Optimizers that treat every element by itself, by exact type: what they update may be a slice of a parameter.
 ELEMENTWISE = (
@@ -19,7 +19,7 @@ ELEMENTWISE = (
 
 @dataclasses.dataclass(frozen=True)
 class ParameterShard:
-    """A stretch of one parameter that one rank reduces; the lanes of a parameter travel side by side."""
+    """A stretch of one parameter that one rank reduces; the shards of a parameter travel side by side."""
 
     start: int
     stop: int
@@ -27,7 +27,7 @@ class ParameterShard:
 
 
 def even_shards(numel: int, size: int) -> list[ParameterShard]:
-    """One lane per rank, as even as whole cache lines allow."""
+    """One shard per rank, as even as whole cache lines allow."""
     edges = [min(numel, -(-numel * rank // (size * ALIGN)) * ALIGN) for rank in range(size)] + [numel]
     return [ParameterShard(edges[rank], edges[rank + 1], rank) for rank in range(size)]
 
@@ -41,7 +41,7 @@ def balanced_shards(parameters: Sequence[torch.Tensor], size: int) -> Callable[[
     """Large ones are cut evenly, small ones go to whoever has least; to be asked for each parameter once, in order."""
     loads = [0] * size
 
-    def lanes(index: int) -> list[ParameterShard]:
+    def shards(index: int) -> list[ParameterShard]:
         parameter = parameters[index]
         num_bytes = parameter.numel() * parameter.element_size()
         if num_bytes >= CUT_BYTES:
@@ -50,7 +50,7 @@ def balanced_shards(parameters: Sequence[torch.Tensor], size: int) -> Callable[[
         loads[owner] += num_bytes
         return [ParameterShard(0, parameter.numel(), owner)]
 
-    return lanes
+    return shards
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ class Publisher:
         if config.source == "newest" and not self._own_parameters:
             log.warning("--serve-from newest has no effect: this strategy has no rounds")
         try:
-            registry = sync.roster
+            registry = sync.registry
             registry.refresh_buffers()
             self._snapshot = SnapshotBuffer.create(registry.parameters, registry.buffers, registry.entries())
             self._fd_passing = FdPassing(token, FETCH_S)
@@ -77,7 +77,7 @@ class Publisher:
             self._fd_passing.offer(KEY, self._snapshot.descriptor)
         except Exception as problem:
             self._give_up(problem)
-        self.publish(sync.steps, force=True)
+        self.publish(sync.hooks.step, force=True)
         offer = SnapshotOffer(problem=self._problem)
         if self._fd_passing is not None and self._snapshot is not None:
             offer = SnapshotOffer(self._fd_passing.address, KEY)
@@ -95,7 +95,7 @@ class Publisher:
         try:
             due = self._select(step, force)
             if due is not None:
-                registry = self._sync.roster
+                registry = self._sync.registry
                 registry.refresh_buffers()
                 self._snapshot.publish(due[0], registry.buffers, due[1])
                 self._last_step, self._last_at = step, time.monotonic()
@@ -106,15 +106,15 @@ class Publisher:
         """What to publish now. A round's average can be published until the next local step overwrites it, unless the
         strategy keeps it apart."""
         sync = self._sync
-        rounds, own = sync.rounds, sync.roster.parameters
-        if rounds is None or sync.warm:
+        rounds, own = sync.rounds, sync.registry.parameters
+        if rounds is None or sync.warming_up:
             self._round = -1  # the first round after the warm-up is new
             version = ParameterVersion(step, round=rounds, local_step=None if rounds is None else 0)
             return (own, version) if force or self._is_due(step) else None
         is_new = rounds != self._round
         if ((force or is_new) and not sync.local_steps) or (is_new and self._keeps_average()):
             self._round = rounds
-            return sync.common(), ParameterVersion(step, round=rounds, local_step=0)
+            return sync.agreed_parameters(), ParameterVersion(step, round=rounds, local_step=0)
         if self._own_parameters and (is_new or self._is_due(step)):
             self._round = rounds
             return own, ParameterVersion(step, round=rounds, local_step=sync.local_steps)
@@ -122,11 +122,11 @@ class Publisher:
 
     def _keeps_average(self) -> bool:
         """Whether the average lies elsewhere than in the parameters that this worker trains."""
-        registry = self._sync.roster
+        registry = self._sync.registry
         trained = {id(p) for each in registry.optimizers for group in each.param_groups for p in group["params"]}
         return not any(
             id(own) in trained and own.requires_grad and own.data_ptr() == average.data_ptr()
-            for own, average in zip(registry.parameters, self._sync.common(), strict=True)
+            for own, average in zip(registry.parameters, self._sync.agreed_parameters(), strict=True)
         )
 
     def _is_due(self, step: int) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..parameters.registry import ParameterRegistry
+    from .common.hooks import TrainingHooks
     from .common.sync import Sync
 
 
@@ -83,7 +84,7 @@ class Strategy:
         """Whether samples are lent to whoever is free, since workers do not step together; else they are dealt."""
         return False
 
-    def sync(self, roster: ParameterRegistry) -> Sync:
+    def sync(self, registry: ParameterRegistry, hooks: TrainingHooks) -> Sync:
         """The strategy at work on these models and optimizers; not yet bound to a group."""
         raise NotImplementedError  # each family says how
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .training import Training, several
+from .steps import as_list
+from .training import Training
 
-__all__ = ["Training", "several"]
+__all__ = ["Training", "as_list"]

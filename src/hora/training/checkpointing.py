@@ -20,6 +20,7 @@ from .. import checkpoint
 from ..collectives import objects
 from ..collectives.group import Group
 from ..errors import HoraError
+from ..strategies.common.sync import Snapshot
 from . import Training
 
 BUFFER_PREFIX = "buffer:"  # before the name of one in a checkpoint, since a parameter might be called the same
@@ -94,15 +95,15 @@ def restore(training: Training, group: Group, directory: str) -> int | None:
         return None
     record = objects.broadcast_object(group, found.record if found else None, "record")
     files = {stem: _read(group, found, stem) for stem in ("model", "optimizer", "loop", "rng")}
-    sync.roster.refresh_buffers()
-    parameters = dict(zip(sync.roster.names, sync.roster.parameters, strict=True))
-    wanted = {**parameters, **{BUFFER_PREFIX + name: sync.roster.buffers[name] for name in _kept(training)}}
+    sync.registry.refresh_buffers()
+    parameters = dict(zip(sync.registry.names, sync.registry.parameters, strict=True))
+    wanted = {**parameters, **{BUFFER_PREFIX + name: sync.registry.buffers[name] for name in _kept(training)}}
     _check_model(wanted, files["model"], record, training)
-    buffers = {name: files["model"].get(BUFFER_PREFIX + name, own) for name, own in sync.roster.buffers.items()}
-    sync.steps = int(record["step"])
+    buffers = {name: files["model"].get(BUFFER_PREFIX + name, own) for name, own in sync.registry.buffers.items()}
+    training.step = int(record["step"])
     extra = _read(group, found, "strategy") if record.get("extra") else {}
-    sync.reload({name: files["model"][name] for name in parameters}, buffers, extra)
-    sync.load_states(checkpoint.decode(record["optimizers"], files["optimizer"]))
+    states = checkpoint.decode(record["optimizers"], files["optimizer"])
+    sync.restore(Snapshot({name: files["model"][name] for name in parameters}, buffers, states, extra))
     for optimizer, groups in zip(training.optimizers, record["groups"], strict=True):
         for group_of_parameters, saved in zip(optimizer.param_groups, groups, strict=True):
             _adopt(group_of_parameters, saved)
@@ -111,7 +112,6 @@ def restore(training: Training, group: Group, directory: str) -> int | None:
         scheduler.load_state_dict(saved)
     if training.scaler is not None and state["scaler"]:
         training.scaler.load_state_dict(state["scaler"])
-    training.step = record["step"]
     training.resume(record["shards"], record["epoch"])
     mine = files["rng"].get(f"rank-{group.rank}")
     if mine is not None:
@@ -158,14 +158,14 @@ def _check_model(
 def _kept(training: Training) -> list[str]:
     """The buffers that belong to the model's state: not those registered with persistent=False."""
     assert training.sync is not None
-    roster = training.sync.roster
+    registry = training.sync.registry
     passing = {
         f"{prefix}{place}{'.' if place else ''}{name}"
-        for prefix, model in roster._prefixed()
+        for prefix, model in registry._prefixed()
         for place, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    return [name for name in roster.buffers if name not in passing]
+    return [name for name in registry.buffers if name not in passing]
 
 
 def _loop_state(training: Training) -> dict[str, Any]:

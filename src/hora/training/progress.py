@@ -38,11 +38,14 @@ class Progress:
         now = time.monotonic()
         speed = (training.num_samples - self._shown_samples) / max(1e-9, now - self._shown_at)
         parts = [f"step {training.step}"]
-        if training.course.epoch is not None:
-            parts.append(f"epoch {training.course.epoch}")
+        if training.progress.epoch is not None:
+            parts.append(f"epoch {training.progress.epoch}")
         parts += [f"{harmless(name)} {float(value):.4g}" for name, value in self._values.items()]
         if training.sync is not None:
-            parts += [f"{name} {value:.3g}" for name, value in training.sync.notes().items()]
+            figures = training.sync.describe().figures
+            parts += [f"{name} {value:.3g}" for name, value in figures.items()]
+            if training.sync.rounds is not None:
+                parts.append(f"round {training.sync.rounds}")
         if training.num_samples > self._shown_samples:
             parts.append(f"{speed:,.0f} samples/s{' of this rank' if training.leased else ''}")
         print("  ".join(parts), file=sys.stderr, flush=True)

@@ -122,11 +122,12 @@ class Recorder:
             self._send(messages.encode(self._work(self._training.sync)))
 
     def _work(self, sync: Any) -> WorkerReport:
-        training, course, traffic = self._training, self._training.course, sync.traffic
+        training, progress, traffic = self._training, self._training.progress, sync.traffic
         steps = _drained(self._steps)
         now = _Totals(traffic.comm_s, traffic.sent_bytes, training.own_samples)
         before, self._told = self._told, now
-        peers = sync.peers()
+        report = sync.describe()
+        peers = report.sent_to
         since = {rank: max(0, count - self._peers.get(rank, 0)) for rank, count in peers.items()}
         self._peers = peers
         seconds, exposed_s = sum(step.seconds for step in steps), sum(step.exposed_s for step in steps)
@@ -140,13 +141,13 @@ class Recorder:
             sent_bytes=_since(now.sent_bytes, before.sent_bytes),
             samples=_since(now.samples, before.samples),
             computes=[step.seconds - step.exposed_s for step in steps[-MAX_COMPUTES:]],
-            epoch=course.epoch,
-            epochs=course.num_epochs or None,
-            progress=course.progress(training.step, training.max_steps),
+            epoch=progress.epoch,
+            epochs=progress.num_epochs or None,
+            progress=progress.progress(training.step, training.max_steps),
             rounds=sync.rounds,
             local_steps=sync.local_steps,
             peers=since,
-            notes=sync.facts(),
+            notes=report.figures,
             rows=_merged(self._take_rows()),
             histograms=[_histogram(*each) for each in _drained(self._histograms)],
             notices=_drained(self._notices),

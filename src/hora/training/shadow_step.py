@@ -1,8 +1,9 @@
-"""Orders: how workers without samples in a batch take part in it.
+"""Shadow steps: how workers without samples in a batch take part in it.
 
-Who has samples in a batch is known to all. In a batch where somebody has none, rank 0, which then has some, says aloud
-what it does before it does it (an exchange, a clipping, a step, leaving the loop, the end of the batch), and the absent
-follow from inside their loader: weight 0, rank 0's gradients and hyper-parameters, its schedulers and scaler.
+Which workers have samples in a batch is known to all. In a batch where one has none, rank 0, which then has some,
+broadcasts what it does before it does it (an exchange, a clipping, a step, leaving the loop, the end of the batch), and
+the workers without samples follow from inside their loader: weight 0, rank 0's gradients and hyper-parameters, its
+schedulers and scaler.
 """
 
 from __future__ import annotations
@@ -14,86 +15,75 @@ import torch
 from .. import checkpoint
 from ..collectives import objects
 from ..parameters import hyperparameters
+from ..parameters.registry import ParameterRegistry
 from ..strategies.common.sync import Sync
 
-Optimizer = torch.optim.Optimizer
+Action = dict[str, Any]
+
+EXCHANGE: Action = {"kind": "exchange"}
+LEAVE: Action = {"kind": "leave"}
 
 
 class ShadowSteps:
-    """One worker's side: `give` on those that have samples, `hear` and `follow` on those that have none."""
+    """The actions of rank 0 as plain values, and what a worker without samples does for each."""
 
-    def __init__(
-        self, sync: Sync, models: list[torch.nn.Module], optimizers: list[Optimizer], schedulers: list[Any], scaler: Any
-    ) -> None:
-        self._sync = sync
-        self._models = models
-        self._optimizers = optimizers
+    def __init__(self, registry: ParameterRegistry, schedulers: list[Any], scaler: Any) -> None:
+        self._registry = registry
+        self._optimizers = registry.optimizers
         self._schedulers = schedulers
         self._scaler = scaler
 
-    def exchange(self) -> dict[str, Any]:
-        return {"kind": "exchange"}
+    def step(self, optimizer: torch.optim.Optimizer) -> Action:
+        number = self._optimizers.index(optimizer)
+        return {"kind": "step", "optimizer": number, "groups": hyperparameters.read(self._optimizers)}
 
-    def clip(self, indices: list[int], max_norm: float, norm_type: float) -> dict[str, Any]:
-        return {"kind": "clip", "indices": indices, "max_norm": max_norm, "norm_type": norm_type}
-
-    def step(self, optimizer: Optimizer) -> dict[str, Any]:
-        return {
-            "kind": "step",
-            "optimizer": self._optimizers.index(optimizer),
-            "groups": hyperparameters.read(self._optimizers),
-        }
-
-    def leave(self) -> dict[str, Any]:
-        return {"kind": "leave"}
-
-    def end(self) -> dict[str, Any]:
-        """With what the batch has left behind on this worker."""
+    def end(self) -> Action:
+        """The end of a batch, with the state of this worker's loop."""
         return {
             "kind": "end",
             "groups": hyperparameters.read(self._optimizers),
-            "schedulers": [_spelled(scheduler.state_dict()) for scheduler in self._schedulers],
+            "schedulers": [_plain(scheduler.state_dict()) for scheduler in self._schedulers],
             "scaler": self._scaler.state_dict() if is_enabled(self._scaler) else {},
-            "modes": [model.training for model in self._models],
-            "cleared": all(_is_clear(parameter.grad) for parameter in self._sync.roster.parameters),
+            "modes": [model.training for model in self._registry.models],
+            "cleared": all(_is_clear(parameter.grad) for parameter in self._registry.parameters),
         }
 
-    def say(self, order: dict[str, Any] | None) -> dict[str, Any]:
-        """Collective: rank 0's order, whatever the others would say."""
-        assert self._sync.group is not None
-        return dict(objects.broadcast_object(self._sync.group, order, "order"))
+    def broadcast(self, sync: Sync, action: Action | None) -> Action:
+        """Collective: rank 0's action."""
+        assert sync.group is not None
+        return dict(objects.broadcast_object(sync.group, action, "order"))
 
-    def follow(self, order: dict[str, Any]) -> bool:
-        """Does what rank 0 said; False if the batch is over by that."""
-        if order["kind"] == "exchange":
-            self._sync.absent_step()
-        elif order["kind"] == "clip":
-            parameters = [self._sync.roster.parameters[index] for index in order["indices"]]
-            self._sync.clip(parameters, order["max_norm"], order["norm_type"])
-        elif order["kind"] == "step":
-            hyperparameters.apply(self._optimizers, order["groups"])
-            optimizer = self._optimizers[order["optimizer"]]
+    def follow(self, sync: Sync, action: Action) -> bool:
+        """Does what rank 0 does; False if the batch is over."""
+        if action["kind"] == "exchange":
+            sync.after_backward(shadow=True)
+        elif action["kind"] == "clip":
+            parameters = [self._registry.parameters[index] for index in action["indices"]]
+            sync.clip(parameters, action["max_norm"], action["norm_type"])
+        elif action["kind"] == "step":
+            hyperparameters.apply(self._optimizers, action["groups"])
+            optimizer = self._optimizers[action["optimizer"]]
             optimizer.step()
             optimizer.zero_grad()
         else:
-            if order["kind"] == "end":
-                self.stand_as(order)
+            if action["kind"] == "end":
+                self.load(action)
             return False
         return True
 
-    def stand_as(self, order: dict[str, Any]) -> None:
-        """Hyper-parameters, schedulers, scaler and modes become what rank 0's were at the end of a batch."""
-        hyperparameters.apply(self._optimizers, order["groups"])
-        for scheduler, (plain, tensors) in zip(self._schedulers, order["schedulers"], strict=True):
+    def load(self, end: Action) -> None:
+        """Hyper-parameters, schedulers, scaler and modes become those of another worker's `end`."""
+        hyperparameters.apply(self._optimizers, end["groups"])
+        for scheduler, (plain, tensors) in zip(self._schedulers, end["schedulers"], strict=True):
             named = {name: torch.tensor(values) for name, values in tensors.items()}
             scheduler.load_state_dict(checkpoint.decode(plain, named))
-        if order["scaler"] and is_enabled(self._scaler):
-            self._scaler.load_state_dict(order["scaler"])
-        for model, mode in zip(self._models, order["modes"], strict=True):
+        if end["scaler"] and is_enabled(self._scaler):
+            self._scaler.load_state_dict(end["scaler"])
+        for model, mode in zip(self._registry.models, end["modes"], strict=True):
             if model.training != mode:
                 model.train(mode)
-        if order["cleared"]:
-            for parameter in self._sync.roster.parameters:
+        if end["cleared"]:
+            for parameter in self._registry.parameters:
                 parameter.grad = None
 
 
@@ -101,7 +91,7 @@ def is_enabled(scaler: Any) -> bool:
     return scaler is not None and scaler.is_enabled()
 
 
-def _spelled(state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _plain(state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A scheduler's state as plain values, and its tensors by name."""
     plain, tensors = checkpoint.encode(state)
     return plain, {name: tensor.tolist() for name, tensor in tensors.items()}

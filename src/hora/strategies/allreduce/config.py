@@ -10,6 +10,7 @@ from ..base import Strategy
 
 if TYPE_CHECKING:
     from ...parameters.registry import ParameterRegistry
+    from ..common.hooks import TrainingHooks
     from ..common.sync import Sync
 
 BUCKET_BYTES = 4 << 20
@@ -50,14 +51,14 @@ class AllReduce(Strategy):
                 "use update=replicated"
             )
 
-    def sync(self, roster: ParameterRegistry) -> Sync:
+    def sync(self, registry: ParameterRegistry, hooks: TrainingHooks) -> Sync:
         if self.update == "sharded":
             from .sharded import ShardedSync
 
-            return ShardedSync(roster, self)
+            return ShardedSync(registry, hooks, self)
         from .replicated import ReplicatedSync
 
-        return ReplicatedSync(roster, self)
+        return ReplicatedSync(registry, hooks, self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

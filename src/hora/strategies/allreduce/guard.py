@@ -18,11 +18,11 @@ from ...parameters.registry import ParameterRegistry
 
 
 class Guard:
-    """`who` names this worker in the errors."""
+    """`name` names this worker in the errors."""
 
-    def __init__(self, roster: ParameterRegistry, backward: BackwardHooks) -> None:
-        self.who = ""
-        self._roster = roster
+    def __init__(self, registry: ParameterRegistry, backward: BackwardHooks) -> None:
+        self.name = ""
+        self._registry = registry
         self._backward = backward
         self._versions: list[int] = []
         self._places: list[int] = []
@@ -34,14 +34,14 @@ class Guard:
 
     def remember(self) -> None:
         """The parameters are as they should be."""
-        self._versions = [p._version for p in self._roster.parameters]
-        self._places = [p.data_ptr() for p in self._roster.parameters]
+        self._versions = [p._version for p in self._registry.parameters]
+        self._places = [p.data_ptr() for p in self._registry.parameters]
 
     def check_parameters(self) -> None:
-        for index, parameter in enumerate(self._roster.parameters):
+        for index, parameter in enumerate(self._registry.parameters):
             if parameter._version != self._versions[index] or parameter.data_ptr() != self._places[index]:
                 raise HoraError(
-                    f"{self.who}: {self._roster.names[index]} was written by the script; under update=sharded its "
+                    f"{self.name}: {self._registry.names[index]} was written by the script; under update=sharded its "
                     "memory is shared by all workers and only the optimizer may write it. Use update=replicated"
                 )
 
@@ -55,33 +55,33 @@ class Guard:
     def settle(self, indices: Iterable[int] | None = None) -> None:
         """These gradients are what they will be; without `indices` all that were."""
         for index in list(self._marks) if indices is None else indices:
-            grad = self._roster.parameters[index].grad
+            grad = self._registry.parameters[index].grad
             if grad is not None:
                 self._marks[index] = (weakref.ref(grad), grad._version, self._backward.num_fires[index])
 
     def check_gradients(self, indices: set[int]) -> None:
         for index, (left, version, _) in self._marks.items():
-            grad = self._roster.parameters[index].grad
+            grad = self._registry.parameters[index].grad
             if index in indices and grad is not None and (left() is not grad or grad._version != version):
                 raise HoraError(
-                    f"{self.who}: the gradient of {self._roster.names[index]} was changed between backward() and "
+                    f"{self.name}: the gradient of {self._registry.names[index]} was changed between backward() and "
                     "step(); under update=sharded a worker holds the mean of its share alone. Clip with "
                     "hora.clip_grad_norm_, or use update=replicated"
                 )
 
     def check_mixed(self, indices: set[int]) -> None:
         for index in sorted(indices & self._mixed):
-            if self._roster.parameters[index].grad is not None:
+            if self._registry.parameters[index].grad is not None:
                 raise HoraError(
-                    f"{self.who}: a second backward() that synchronises was added to the gradient of "
-                    f"{self._roster.names[index]}, which held a mean already: under update=sharded only the last "
+                    f"{self.name}: a second backward() that synchronises was added to the gradient of "
+                    f"{self._registry.names[index]}, which held a mean already: under update=sharded only the last "
                     "backward() before a step may synchronise. Put the others into `with job.accumulate():`, or clear "
                     "the gradients between"
                 )
 
     def _is_left(self, index: int, left: weakref.ref[torch.Tensor], version: int, fires: int) -> bool:
         """Whether this gradient was not cleared since the last exchange, only added to."""
-        grad = self._roster.parameters[index].grad
+        grad = self._registry.parameters[index].grad
         return (
             grad is not None and left() is grad and grad._version - version == self._backward.num_fires[index] - fires
         )

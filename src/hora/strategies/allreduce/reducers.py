@@ -1,8 +1,9 @@
-"""Couriers: how a bucket's gradients get around. Both take buckets in order; the mean is there after `finish`.
+"""Reducers: how the gradients of a bucket are averaged over the workers. Buckets are launched in order; the means are
+there after `finish`.
 
-- `Mail`: through registered memory on one host. With as many workers as cores the training thread itself does what is
-  to be done, as soon as its peers have come: there is nobody else to do it. With cores to spare a thread does.
-- `Calls`: by the group's collectives, on the group's thread, while the training thread computes.
+SharedMemoryReducer     through shared memory on one host. With as many workers as cores the training thread does the
+                        work itself, as soon as its peers have arrived. With cores to spare a thread of its own does.
+CollectiveReducer       by the group's collectives, on the group's thread, while the training thread computes.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from ...parameters.buckets import Bucket
 from ...transport.task_thread import TaskHandle, TaskThread
 from ..common.sync import CommStats
 
-Culprits = list[tuple[int, int]]  # (rank, parameter)
+NonfiniteGrads = list[tuple[int, int]]  # (rank, parameter)
 
-MAX_COPIES = 4  # of buckets that must be copied together: what is under way at a time, whatever the model's size
+MAX_COPIES = 4  # bounds the memory of buckets in flight, whatever the model's size
 
 
 class Reducer(abc.ABC):
@@ -54,37 +55,37 @@ class Reducer(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
-        """`scale` is what this worker's gradient counts in the sum."""
+        """`scale` is the weight of this worker's gradient in the sum."""
 
     @abc.abstractmethod
     def finish(self) -> None: ...
 
     @abc.abstractmethod
-    def culprits(self) -> Culprits:
-        """Whose gradient of which parameter was not finite, as far as this worker can tell; after `finish`."""
+    def nonfinite_grads(self) -> NonfiniteGrads:
+        """(rank, parameter) of gradients that were not finite, as far as this worker can tell; after `finish`."""
 
     @abc.abstractmethod
     def shown(self, peer: int) -> int:
-        """How many bytes a peer has read of what this worker laid out for it; those that were sent do not count."""
+        """How many bytes a peer has read of this worker's shared memory; sent bytes do not count."""
 
     def compress(self, wire: Compressor, matrices: Callable[[Bucket], Sequence[Matrix]]) -> None:
-        """From now on gradients cross between hosts by this wire; `matrices` are those in a bucket."""
+        """From now on gradients are compressed between hosts; `matrices` are those in a bucket."""
 
     def settle(self, counts: bool) -> None:
-        """The step that the last exchange was for is taken, or it is not: then no debts of the wire were paid."""
+        """`counts`: the step of the last exchange is taken, so the error feedback of compression moves on."""
 
     def forget(self) -> None:
-        """What the wire still owes is given up."""
+        """Drops the error feedback of compression."""
 
     def close(self) -> None:
-        """There will be no exchange any more."""
+        """No exchange comes after this."""
 
     def _launched(self, bucket: Bucket, begin: float) -> None:
-        """The training thread's part of a bucket's journey, for the trace."""
+        """A span of the training thread's part of a launch."""
         spans.add(TRAINING, "launch", spans.since(begin), bucket=bucket.number)
 
     def _arrived(self, bucket: Bucket, begin: float, end: float, work_s: float) -> None:
-        """Its whole journey; `work_s` is how long somebody beside the training thread was at it."""
+        """A span from launch to arrival; `work_s` is what other threads than the training thread worked on it."""
         num_bytes, work_us = bucket.numel * bucket.dtype.itemsize, round(work_s * 1e6, 1)
         spans.add(
             COMMUNICATION, f"bucket {bucket.number}", spans.since(begin), spans.since(end),
@@ -94,9 +95,9 @@ class Reducer(abc.ABC):
 
 class SharedMemoryReducer(Reducer):
     def __init__(
-        self, group: Group, buckets: Sequence[Bucket], keep: bool, traffic: CommStats, *, errand: bool = False
+        self, group: Group, buckets: Sequence[Bucket], keep: bool, traffic: CommStats, *, use_thread: bool = False
     ) -> None:
-        """`errand`: a thread of its own does the work; for a machine with cores to spare."""
+        """`use_thread`: a thread of its own does the work; for a machine with cores to spare."""
         super().__init__(group, buckets, keep, traffic)
         forms = [
             VectorLayout(
@@ -105,9 +106,11 @@ class SharedMemoryReducer(Reducer):
             for bucket in buckets
         ]
         self._mailbox = SharedReduction(group, forms, keep)
-        # Buckets for another set of parameters carry another stamp, so ranks that train different ones are told apart.
+        # Buckets of another set of parameters have another fingerprint, so ranks that train different ones are noticed.
         self._text = f"the gradients of a backward, in buckets {zlib.crc32(repr(buckets).encode()):08x}"
-        self._errand = TaskThread("hora-reducer", on_idle=self._mailbox.finish, stop_on_error=True) if errand else None
+        self._task_thread = (
+            TaskThread("hora-reducer", on_idle=self._mailbox.finish, stop_on_error=True) if use_thread else None
+        )
         me = group.rank
         self._bytes = [
             bucket.dtype.itemsize * sum(s.stop - s.start for s in bucket.segments if keep or s.owner != me)
@@ -121,11 +124,11 @@ class SharedMemoryReducer(Reducer):
         self._times: dict[int, list[float]] = {}  # by bucket: when it was launched, and posted
         if spans.on:
             self._mailbox.done = self._note_done
-            self._mailbox.waited = self._note_wait if self._errand is None else None
+            self._mailbox.waited = self._note_wait if self._task_thread is None else None
 
     def open(self) -> None:
         self.group.begin_call(self._text)
-        self.group.transport.background = self._errand is not None
+        self.group.transport.background = self._task_thread is not None
 
     def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
         begin = time.perf_counter()
@@ -133,8 +136,8 @@ class SharedMemoryReducer(Reducer):
         self._num_launches[bucket.number] += 1
         if spans.on:
             self._times[bucket.number] = [begin]
-        if self._errand is not None:
-            self._errand.submit(functools.partial(self._deliver, bucket, views, scale))
+        if self._task_thread is not None:
+            self._task_thread.submit(functools.partial(self._deliver, bucket, views, scale))
         else:
             with self.group.part_of_call():
                 self._deliver(bucket, views, scale)
@@ -146,35 +149,35 @@ class SharedMemoryReducer(Reducer):
     def finish(self) -> None:
         begin = time.perf_counter()
         with self.group.part_of_call(), self.group.wait_scope:
-            if self._errand is not None:
-                self.traffic.comm_s += self._errand.join()
+            if self._task_thread is not None:
+                self.traffic.comm_s += self._task_thread.join()
                 self.group.transport.background = False
             else:
                 self._mailbox.finish()
                 self.traffic.comm_s += time.perf_counter() - begin
         self.traffic.exposed_s += time.perf_counter() - begin
         if spans.on:
-            name = "exchange" if self._errand is None else "waiting"
+            name = "exchange" if self._task_thread is None else "waiting"
             spans.add(TRAINING, name, spans.since(begin), what="gradients")
 
     def shown(self, peer: int) -> int:
-        """Its lanes of my vectors, and, where all want the whole, mine of the result."""
+        """Its shards of my vectors and, where all get the whole mean, my shards of the result."""
         me = self.group.rank
         return sum(
             count * (owned[peer] + self.keep * owned[me])
             for count, owned in zip(self._num_launches, self._owned, strict=True)
         )
 
-    def culprits(self) -> Culprits:
+    def nonfinite_grads(self) -> NonfiniteGrads:
         found = []
-        for number, lane in self._mailbox.suspects():
-            for rank in self._mailbox.culprits(number, lane):
-                found.append((rank, self.buckets[number].segments[lane].index))
+        for number, shard in self._mailbox.suspects():
+            for rank in self._mailbox.culprits(number, shard):
+                found.append((rank, self.buckets[number].segments[shard].index))
         return found
 
     def close(self) -> None:
-        if self._errand is not None:
-            self._errand.close()
+        if self._task_thread is not None:
+            self._task_thread.close()
 
     def _deliver(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
         if spans.on and bucket.number in self._times:
@@ -184,7 +187,7 @@ class SharedMemoryReducer(Reducer):
     def _note_done(self, number: int) -> None:
         if spans.on and len(times := self._times.pop(number, [])) == 2:
             now = time.perf_counter()
-            self._arrived(self.buckets[number], times[0], now, now - times[1] if self._errand is not None else 0.0)
+            self._arrived(self.buckets[number], times[0], now, now - times[1] if self._task_thread is not None else 0.0)
 
     @staticmethod
     def _note_wait(begin: float, end: float) -> None:
@@ -194,7 +197,7 @@ class SharedMemoryReducer(Reducer):
 
 @dataclasses.dataclass(slots=True)
 class InFlightBucket:
-    """A bucket under way; `copy` is what it was copied together in, if it was."""
+    """`copy`: the vector that the segments were copied into, if they were."""
 
     bucket: Bucket
     views: Sequence[torch.Tensor]
@@ -204,10 +207,8 @@ class InFlightBucket:
 
 
 class CollectiveReducer(Reducer):
-    """A bucket that is no stretch of one gradient is copied together first; there are few copies, used in turn.
-
-    Who is that many ahead of the network has nothing to win by being further ahead: it waits for the oldest.
-    """
+    """A bucket with several segments is first copied into one vector. At most MAX_COPIES are in flight: a worker that
+    is so far ahead of the network waits for the oldest."""
 
     def __init__(
         self, group: Group, buckets: Sequence[Bucket], keep: bool, traffic: CommStats, algorithm: str, overlap: bool
@@ -215,9 +216,9 @@ class CollectiveReducer(Reducer):
         super().__init__(group, buckets, keep, traffic)
         self._algorithm = algorithm
         self._overlap = overlap
-        self._copies: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}  # that nobody uses
-        self._under_way: collections.deque[InFlightBucket] = collections.deque()
-        self._found: Culprits = []
+        self._copies: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}  # free ones
+        self._in_flight: collections.deque[InFlightBucket] = collections.deque()
+        self._found: NonfiniteGrads = []
         self._wire: Compressor | None = None
         self._between: dict[int, CompressedSum | None] = {}  # by bucket
 
@@ -235,7 +236,7 @@ class CollectiveReducer(Reducer):
             self._wire.reset()
 
     def close(self) -> None:
-        """The group remembers its calls, and with them the exchanges: what they owe need not stay."""
+        """The group remembers its calls, and with them the compressed sums: their error feedback is freed."""
         self.forget()
 
     def open(self) -> None:
@@ -245,13 +246,13 @@ class CollectiveReducer(Reducer):
     def launch(self, bucket: Bucket, views: Sequence[torch.Tensor], scale: float) -> None:
         copied = not (bucket.contiguous and self.keep)
         if copied:
-            while sum(journey.copy is not None for journey in self._under_way) >= MAX_COPIES:
+            while sum(in_flight.copy is not None for in_flight in self._in_flight) >= MAX_COPIES:
                 self._land()
         begin = time.perf_counter()
         n = self.group.size
         copy = self._copy(bucket, views) if copied else None
         flat = views[0] if copy is None else copy[: bucket.numel]
-        self._inspect(bucket, flat, views)  # now: the sum will take its place
+        self._find_nonfinite(bucket, flat, views)  # now: the sum overwrites it
         operation = "mean"
         if bucket.dtype is torch.float16:  # its sum may be too large where its mean is not
             operation = "sum"
@@ -264,7 +265,7 @@ class CollectiveReducer(Reducer):
             handle = self.group.all_reduce(flat, operation, self._algorithm, name, wait=False, between=between)
         else:
             handle = self.group.reduce_scatter(flat.view(n, -1), operation, name, wait=False, overwrite=True)
-        self._under_way.append(InFlightBucket(bucket, views, handle, begin, copy))
+        self._in_flight.append(InFlightBucket(bucket, views, handle, begin, copy))
         self.traffic.spend(begin)
         if spans.on:
             self._launched(bucket, begin)
@@ -273,7 +274,7 @@ class CollectiveReducer(Reducer):
 
     def finish(self) -> None:
         started = spans.clock() if spans.on else 0
-        while self._under_way:
+        while self._in_flight:
             self._land()
         self.traffic.sent_bytes += sum(self.group.sent_bytes) - self._sent
         if spans.on:
@@ -282,11 +283,11 @@ class CollectiveReducer(Reducer):
     def shown(self, peer: int) -> int:
         return 0
 
-    def culprits(self) -> Culprits:
+    def nonfinite_grads(self) -> NonfiniteGrads:
         return self._found
 
     def _copy(self, bucket: Bucket, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The bucket at the head of a vector that is large enough for any of its kind."""
+        """The bucket at the head of a vector that is large enough for any bucket of its dtype and device."""
         kind = (bucket.dtype, bucket.device)
         spare = self._copies.setdefault(kind, [])
         if not spare:
@@ -295,42 +296,42 @@ class CollectiveReducer(Reducer):
             spare.append(torch.empty(most, dtype=bucket.dtype, device=bucket.device))
         copy = spare.pop()
         for start, stop in bucket.gaps:
-            copy[start:stop].zero_()  # what lay there from before must not overflow
+            copy[start:stop].zero_()  # leftovers there must not overflow
         for segment, view in zip(bucket.segments, views, strict=True):
             copy[segment.offset : segment.offset + segment.stop - segment.start].copy_(view)
         return copy
 
     def _land(self) -> None:
-        """Waits for the oldest and puts the mean where it belongs. Who is interrupted here may call again."""
-        journey = self._under_way[0]
-        bucket, handle = journey.bucket, journey.handle
+        """Waits for the oldest bucket and copies the mean back. May be called again after an interrupt."""
+        in_flight = self._in_flight[0]
+        bucket, handle = in_flight.bucket, in_flight.handle
         try:
             result = self._wait(handle)
         except Exception:
-            self._give_up()
+            self._discard()
             raise
         self.traffic.comm_s += handle.seconds
         if spans.on:
-            self._arrived(bucket, journey.launched, handle.ended, handle.seconds)
-        if journey.copy is None:
-            self._under_way.popleft()
+            self._arrived(bucket, in_flight.launched, handle.ended, handle.seconds)
+        if in_flight.copy is None:
+            self._in_flight.popleft()
             return
         begin = time.perf_counter()
         base = 0 if self.keep else self.group.rank * bucket.stride
         flat = result.view(-1)
-        for segment, view in zip(bucket.segments, journey.views, strict=True):
+        for segment, view in zip(bucket.segments, in_flight.views, strict=True):
             if self.keep or segment.owner == self.group.rank:
                 at = segment.offset - base
                 view.copy_(flat[at : at + segment.stop - segment.start])
-        self._under_way.popleft()
-        self._copies[bucket.dtype, bucket.device].append(journey.copy)
+        self._in_flight.popleft()
+        self._copies[bucket.dtype, bucket.device].append(in_flight.copy)
         self.traffic.spend(begin)
 
-    def _give_up(self) -> None:
-        """One has failed, and all that follow will: what went wrong is told once."""
-        while self._under_way:
+    def _discard(self) -> None:
+        """One bucket has failed and all after it will: the first error is raised, once."""
+        while self._in_flight:
             with contextlib.suppress(Exception):
-                self._under_way.popleft().handle.wait()
+                self._in_flight.popleft().handle.wait()
 
     def _wait(self, handle: TaskHandle) -> Any:
         begin = time.perf_counter()
@@ -342,7 +343,7 @@ class CollectiveReducer(Reducer):
             spans.add(TRAINING, "waiting", spans.since(begin), what="gradients")
         return result
 
-    def _inspect(self, bucket: Bucket, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+    def _find_nonfinite(self, bucket: Bucket, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
         total = flat.sum(dtype=torch.float32 if flat.element_size() < 4 else None)
         if not math.isfinite(total.item()):
             for segment, view in zip(bucket.segments, views, strict=True):

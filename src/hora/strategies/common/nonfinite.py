@@ -18,14 +18,18 @@ ADVICE = (
 
 
 def sentence(
-    group: Group, roster: ParameterRegistry, culprits: Sequence[tuple[int, int]], what: str = "gradient"
+    group: Group, registry: ParameterRegistry, nonfinite_grads: Sequence[tuple[int, int]], what: str = "gradient"
 ) -> str:
     """Collective: every worker gives the (rank, parameter) that it knows of; all get the same words."""
-    mine = torch.tensor(culprits, dtype=torch.int64).view(-1, 2)
-    found = sorted({tuple(pair) for part in group.all_gather(mine, name="culprits") for pair in part.tolist()})
-    names = [f"{roster.names[index]} on {group.transport.name_of(rank)}" for rank, index in found]
-    more = " and others" if len(names) > MOST_NAMED else ""
-    return f"the {what} of {'; '.join(names[:MOST_NAMED])}{more} is not finite"
+    mine = torch.tensor(nonfinite_grads, dtype=torch.int64).view(-1, 2)
+    found = sorted({tuple(pair) for part in group.all_gather(mine, name="nonfinite_grads") for pair in part.tolist()})
+    names = [f"{registry.names[index]} on {group.transport.name_of(rank)}" for rank, index in found]
+    return f"the {what} of {listed(names, '; ')} is not finite"
+
+
+def listed(names: Sequence[str], separator: str = ", ") -> str:
+    """The first few of these names."""
+    return separator.join(names[:MOST_NAMED]) + (" and others" if len(names) > MOST_NAMED else "")
 
 
 def poison(optimizers: Sequence[torch.optim.Optimizer]) -> None:

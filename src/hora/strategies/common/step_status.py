@@ -1,33 +1,72 @@
-"""Census: the small sum at the end of an exchange, from which every worker draws the same conclusions."""
+"""StepStatus: the few numbers that travel with every synchronisation, from which all workers conclude the same.
+
+Each worker posts its own. The all-reduce family adds them up, Local SGD gathers them; either way every worker reads the
+same numbers, so a stop, a skipped step or a mismatch needs no further message. A step is committed once its status has
+been read: until then no parameter has changed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from ...collectives.group import Group
+from ...transport.task_thread import TaskHandle
+
+S = TypeVar("S", bound="StepStatus")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStatus:
-    """One worker's word, or the sum of all; `holders` says of each gradient how many workers had it."""
+    """One worker's status, or the sum of all. `tail` names the field that holds a number per parameter or fragment."""
 
-    weight: float  # what the backwards of this exchange weigh, and what an even deal would make of it
-    expected: float
-    loop: float  # which loop, and after how many steps: the same on every worker
-    steps: float
-    stop: float  # how many want to stop
-    nonfinite: float  # how many gradients were found not finite
-    buffers: float  # whether buffers have to be shared
-    holders: Sequence[float]
+    tail: ClassVar[str] = "holders"
 
-    def sum(self, group: Group, name: str) -> StepStatus:
-        """Collective: everybody's added up."""
-        fields = [getattr(self, field.name) for field in dataclasses.fields(self)[:-1]]
-        total = torch.tensor([*fields, *self.holders], dtype=torch.float64)
-        group.all_reduce(total, name=name)
-        names = [field.name for field in dataclasses.fields(self)[:-1]]
-        numbers = total.tolist()
-        return StepStatus(**dict(zip(names, numbers, strict=False)), holders=numbers[len(names) :])
+    generation: float = 0.0  # of the membership; a status of another generation is a mismatch
+    loop: float = 0.0  # which of the user's training loops
+    step: float = 0.0  # optimizer steps taken before this one
+    weight: float = 0.0  # of the backward passes of this step, by samples
+    expected: float = 0.0  # what the deal of samples promised for it
+    leaving: float = 0.0  # this worker has left its loop and takes part with weight 0
+    stop: float = 0.0  # this worker wants all to stop after this step
+    nonfinite: float = 0.0  # gradients found NaN or infinite
+    buffers: float = 0.0  # buffers have changed and must be shared
+    holders: Sequence[float] = ()  # by parameter: whether this worker has a gradient
+
+    def post(self, group: Group, name: str, late: bool = False) -> PendingStatus:
+        """Collective: adds up the status of all workers. Blocks, unless it is to be read `late`."""
+        total = torch.tensor(self._row(), dtype=torch.float64)
+        return PendingStatus(type(self), group.all_reduce(total, name=name, wait=not late))
+
+    def gather(self: S, group: Group, name: str) -> list[S]:
+        """Collective, blocks: the status of every worker in order of rank."""
+        row = torch.tensor(self._row(), dtype=torch.float64)
+        return [self._of(theirs.tolist()) for theirs in group.all_gather(row, name=name)]
+
+    def _row(self) -> list[float]:
+        return [*(float(getattr(self, name)) for name in self._scalars()), *getattr(self, self.tail)]
+
+    @classmethod
+    def _of(cls: type[S], row: Sequence[float]) -> S:
+        names = cls._scalars()
+        values: dict[str, Any] = {**dict(zip(names, row, strict=False)), cls.tail: row[len(names) :]}
+        return cls(**values)
+
+    @classmethod
+    def _scalars(cls) -> list[str]:
+        return [field.name for field in dataclasses.fields(cls) if field.name not in ("holders", cls.tail)]
+
+
+class PendingStatus:
+    """A posted status. `read` blocks until it is there, in the step that posted it or in the next one."""
+
+    def __init__(self, kind: type[StepStatus], total: torch.Tensor | TaskHandle) -> None:
+        self._kind = kind
+        self._total = total
+
+    def read(self) -> StepStatus:
+        total = self._total if isinstance(self._total, torch.Tensor) else self._total.wait()
+        return self._kind._of(total.tolist())

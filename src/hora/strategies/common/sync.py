@@ -1,28 +1,29 @@
 """Sync: a strategy at work on one worker's models and optimizers.
 
-The seam between the training loop, as PyTorch's hooks see it, and the architecture. Verbs, in the order of a step:
+The seam between the training loop, as PyTorch's hooks see it, and the architecture. The verbs, in the order of a step:
 
-    bind(group)                   collective: everybody has rank 0's parameters; from now on the verbs below are called
+    bind(group)                   collective: all workers have rank 0's parameters; the verbs below may be called
     before_forward()              a prepared model is called
     bucket_ready(bucket)          these gradients are complete; others are still being computed
-    after_backward()              the outermost backward has ended
-    before_step(optimizer)        the user called optimizer.step(): what backward left undone is done; is there a step?
-    open_step(optimizer)          the optimizer is about to write
-    after_step(optimizer)         the optimizer is done
-    absent_step()                 the others have a backward that synchronises, this worker has no samples for it
-    enter_loop(), leave_loop()    the user's code begins or ends to iterate a training loader
-    snapshot()                    collective: complete parameters, buffers and optimizer state of one step
-    unbind(), close()
+    after_backward(shadow)        the outermost backward has ended; shadow: of the others, this worker has no samples
+    unscaled(optimizer, found)    a GradScaler has unscaled the gradients and looked for infinities
+    clip(parameters, ...)         hora.clip_grad_norm_
+    step(optimizer)               the user called optimizer.step(); None if the step is not taken, else what commits it
+    join(event)                   the worker enters or leaves a training loop, as DDP's Join
+    abort(cause)                  ends every wait of an exchange; thread-safe
+    snapshot(), restore()         collective: complete parameters, buffers and optimizer state of one step
+    describe()                    figures for job.log, the dashboard and the summary
+    unbind()
 
-All are called on the training thread, all but before_forward may block, and a lost peer raises PeerLost out of any of
-them. The one commit point of a step is open_step: until then no parameter has changed.
-A worker that leaves its loop ends the others' exchange with Halt: the step under way is then dropped on every worker.
-"""
+All but `abort` and `describe` are called on the training thread. All but `before_forward` may block, and a lost peer
+raises PeerLost out of any of them. `bind` and `unbind` may be called at any step boundary. The commit point of a step
+is the return of `step`: until then no parameter has changed."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import enum
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,22 +32,38 @@ import torch
 
 from ...collectives.group import Group
 from ...errors import HoraError
-from ...parameters.buckets import Bucket
+from ...parameters.buckets import BackwardHooks, Bucket
+from ...parameters.optimizer_state import OptimizerStates
 from ...parameters.registry import ParameterRegistry
 from ...rendezvous.context import RunContext
+from .hooks import TrainingHooks
+
+Commit = Callable[[], None]
+
+
+class LoopEvent(enum.Enum):
+    """Where a worker goes. `join` may block for each of them."""
+
+    ENTERED = "it begins to train"
+    FINISHED = "it has come to the end of its loop"
+    BROKE = "it has left its loop before the end"
+    QUIT = "it has left job.epochs before the end"
+    PAUSED = "it writes a checkpoint together with the others"
+    DEPARTED = "it takes no more steps in this run"
+    CLOSED = "it has left the run, and stays while others need something of it"
 
 
 @dataclasses.dataclass
 class CommStats:
     """What communication cost since the last `reset`."""
 
-    comm_s: float = 0.0  # seconds spent on it, whoever did it
-    exposed_s: float = 0.0  # of these, what the training thread itself did or waited
-    sent_bytes: int = 0  # what this worker gave to others
+    comm_s: float = 0.0  # on any thread
+    exposed_s: float = 0.0  # of these, on the training thread
+    sent_bytes: int = 0
     num_exchanges: int = 0
 
     def spend(self, begin: float) -> None:
-        """The training thread itself has communicated, or waited for it, since `begin` of time.perf_counter."""
+        """The training thread has communicated, or waited for it, since `begin` of time.perf_counter."""
         seconds = time.perf_counter() - begin
         self.comm_s += seconds
         self.exposed_s += seconds
@@ -58,62 +75,70 @@ class CommStats:
 
 @dataclasses.dataclass
 class Snapshot:
-    """Everything of one step, whole. Optimizer state is by parameter name, for each optimizer."""
+    """The complete state of one step. Optimizer state is by parameter name, for each optimizer."""
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    states: list[dict[str, dict[str, Any]]]
+    states: OptimizerStates
     extra: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # what else the strategy needs to go on
 
 
 @dataclasses.dataclass
 class StepOutcome:
-    """What the workers learned together from one exchange."""
+    """What the workers concluded together from the last StepStatus."""
 
-    stop: bool = False  # somebody wants to stop after this step
+    stop: bool = False  # all stop after this step
     skipped: str = ""  # why this step is not taken, if it is not
-    reason: str = ""  # of the stop, where nobody asked for it
+    reason: str = ""  # of the stop, where no worker asked for it
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncReport:
+    """Figures of a Sync, as `job.log`, the dashboard and the last line of a run show them."""
+
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)  # newest, or of the whole run so far
+    sent_to: dict[int, int] = dataclasses.field(default_factory=dict)  # bytes by worker; in shared memory: read by it
+    summary: str = ""
 
 
 def ended_inside(left: str) -> str:
-    """What is said of a worker that did not only leave its loop: its script has ended there."""
+    """The message about a worker whose script has ended inside its training loop."""
     return f"{left}, because its script ended inside the loop; job.stop(reason) ends all workers after the same step"
 
 
 class ExchangeCancelled(HoraError):
-    """This exchange will not take place: a worker has left its loop. Never seen by users."""
+    """The exchange will not take place: a worker has left its loop. Never seen by users."""
 
 
 class Sync(abc.ABC):
-    """One worker's side. `weigh` and the attributes below are the training loop's words to it."""
+    """One worker's side."""
 
-    together = False  # whether a step needs every worker, so that it is taken by all or by none
-    lockstep = True  # whether workers take the same steps; else each goes its own way
-    unison = True  # whether a wish to stop travels with the steps, so that all stop after the same one
-    jumped = 0  # steps of the others that this worker has missed, since the training loop has last counted them
-    rounds: int | None = None  # how many rounds were closed, where workers train alone between them
-    local_steps = 0  # of this worker since the last of them
-    warm = False  # there are rounds, but not yet: every step is taken by all together
-    steps = 0  # as the training loop counts them
-    ended = False  # this worker's script has ended inside its loop
+    together = False  # a step is taken by all workers or by none
+    lockstep = True  # workers take the same steps; else each goes its own way
+    unison = True  # a wish to stop travels with the steps, so that all stop after the same one
+    rounds: int | None = None  # closed so far, where workers train alone between them
+    local_steps = 0  # of this worker since the last round
+    warming_up = False  # before the first round every step is taken by all together
+    jumped = 0  # steps of the others that this worker has missed; Training counts and clears them
+    passed_batch = (-1, -1)  # loop and number of the batch up to which the others went on without this worker
 
-    def __init__(self, roster: ParameterRegistry) -> None:
-        self.roster = roster
-        self.group: Group | None = None  # the gradients' own; ended early when a worker leaves its loop
-        self.home: Group  # the job's, which outlives it
-        self.access: RunContext  # to the servers, where the strategy has any
+    def __init__(self, registry: ParameterRegistry, hooks: TrainingHooks) -> None:
+        self.registry = registry
+        self.hooks = hooks
+        self.group: Group | None = None  # for gradients alone; aborted when a worker leaves its loop
+        self.home: Group  # the job's group, which outlives it
         self.traffic = CommStats()
-        self.silent = False  # inside job.accumulate()
-        self.stop_wanted = False
-        self.on_nonfinite = "raise"
-        self.loop = 0  # which of the user's loops this worker is in; all must agree
-        self.num_exchanges = 0
-        self.before_exchange: Callable[[], None] = lambda: None  # may raise Halt
-        self.left_out: Callable[[str], None] = lambda why: None  # this worker's step is not taken, the others' are
-        self.stand: Callable[[], dict[str, Any]] = dict  # what the user's loop has made of schedulers and the like
-        self.stand_as: Callable[[dict[str, Any]], None] = lambda standing: None  # takes another worker's over
-        self.exchanging = False  # an exchange has begun and was not concluded
-        self.halted = ""  # why there will be no exchange any more
+        self.outcome = StepOutcome()
+        self._backward = BackwardHooks(registry.parameters, registry.names, self)
+
+    @property
+    def context(self) -> RunContext:
+        assert self.hooks.context is not None
+        return self.hooks.context
+
+    @property
+    def silent(self) -> bool:
+        return self.hooks.silent
 
     @abc.abstractmethod
     def bind(self, group: Group) -> None: ...
@@ -122,125 +147,98 @@ class Sync(abc.ABC):
     def unbind(self) -> None: ...
 
     @abc.abstractmethod
-    def weigh(self, weight: float, expected: float) -> None:
-        """The next backwards count `weight`, where an even deal would make it `expected`; 1 is an average worker."""
-
-    @abc.abstractmethod
     def before_forward(self) -> None: ...
 
     def after_forward(self, output: Any) -> None:
-        """The model's output, on which a backward will begin."""
+        """Hooks the model's output: where the hook fires, a backward has begun, whose end is then noticed."""
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._begin_backward)
+
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        self._backward.expect_end()
 
     @abc.abstractmethod
     def bucket_ready(self, bucket: Bucket) -> None: ...
 
     @abc.abstractmethod
-    def after_backward(self) -> None: ...
+    def after_backward(self, shadow: bool = False) -> None: ...
+
+    def unscaled(self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor]) -> None:
+        """`found`: by device, whether the scaler found an infinity. Nothing to do where gradients are means already."""
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> Commit | None:
+        """Called before the optimizer's own step. Returns what is to be called after it, or None: it is not taken."""
+        if not self._before_step(optimizer):
+            return None
+        try:
+            if self.hooks.announce_step(optimizer):
+                self._share_gradients()
+            with self.hooks.opening_step():
+                self._open_step(optimizer)
+        except ExchangeCancelled as cancelled:
+            self.halt(str(cancelled))
+            return None
+        return None if self.outcome.skipped else self.commit(optimizer)
+
+    def commit(self, optimizer: torch.optim.Optimizer) -> Commit:
+        """What is to be called after a step of `optimizer`."""
+        return lambda: self._after_step(optimizer)
 
     @abc.abstractmethod
-    def before_step(self, optimizer: torch.optim.Optimizer) -> bool: ...
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Does what backward has left undone; False if the step is not taken."""
 
-    def open_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing to do where every worker writes its own memory."""
+    def _share_gradients(self) -> None:
+        """Collective, before a step in which workers have no samples: these get what rank 0 is about to apply."""
 
-    def rescaled(self) -> None:
-        """A scaler has changed the gradients, as it should."""
-
-    def combine(self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor]) -> None:
-        """A scaler has looked for infinities in the gradients of an optimizer, device by device. Nothing to do where
-        gradients are means already."""
-
-    def begin_batch(self, loop: int, batch: int, present: int, unit: float) -> None:
-        """The next backwards are of this batch, in which so many workers have samples; `unit` samples weigh 1."""
-
-    def is_past(self, loop: int, batch: int) -> bool:
-        """Whether the others have gone on from this batch without this worker."""
-        return False
-
-    def enter_loop(self) -> None:
-        """This worker begins to train."""
-
-    def leave_loop(self, finished: bool = True) -> None:
-        """It has left its loop; not `finished`: before its end. May block, to wait for what is still on its way."""
-
-    def quit(self) -> None:
-        """It has left `job.epochs` before its end. May block."""
-
-    def depart(self, for_good: bool) -> None:
-        """It goes where others cannot reach it: to write a checkpoint together, or out of the run. May block."""
-
-    def common(self) -> list[torch.Tensor]:
-        """The parameters that the workers have agreed upon last, in the order of the roster; after a step."""
-        return [parameter.detach() for parameter in self.roster.parameters]
-
-    def post(self, what: str, words: bytes) -> None:
-        """Leaves words where a worker that joins later finds them; where nobody joins: nowhere."""
-
-    def read(self, what: str) -> bytes:
-        """What was posted under this name; nothing if nothing was."""
-        return b""
-
-    def notes(self) -> dict[str, float]:
-        """What `job.log` shows of the synchronisation since it was asked last."""
-        return {}
-
-    def facts(self) -> dict[str, float]:
-        """The same without forgetting any: the newest, or of the whole run so far. Thread-safe."""
-        return {}
-
-    def peers(self) -> dict[int, int]:
-        """How many bytes each other worker has had from this one so far; where servers have them: nothing. Thread-safe.
-
-        Where memory is shared, these are the bytes that the other reads of what this one wrote."""
-        return {}
-
-    def summary(self) -> str:
-        """What there is to say at the end of the run, in a sentence; by rank 0."""
-        return ""
-
-    def linger(self) -> None:
-        """After this worker has left the run: it stays as long as others need something of it."""
+    def _open_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Collective where workers write shared memory: the optimizer is about to write."""
 
     @abc.abstractmethod
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def join(self, event: LoopEvent) -> None:
+        """Nothing to do where Training alone handles loops (training/join.py)."""
+
+    def halt(self, reason: str) -> None:
+        """No exchange will take place any more: the step under way is dropped."""
+        self.hooks.halted = self.hooks.halted or reason
+        self._drop()
 
     @abc.abstractmethod
-    def absent_step(self) -> None: ...
-
-    @abc.abstractmethod
-    def share_gradients(self) -> None:
-        """Collective, before a step in which workers are absent: these get what rank 0 is about to apply."""
-
-    @abc.abstractmethod
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor: ...
-
-    @abc.abstractmethod
-    def snapshot(self, complete: bool = True) -> Snapshot:
-        """Where this worker's is not to be `complete`, it may lack the optimizers' state."""
-
-    @abc.abstractmethod
-    def load_states(self, states: list[dict[str, dict[str, Any]]]) -> None:
-        """The optimizers' states as a snapshot holds them."""
-
-    @abc.abstractmethod
-    def reload(
-        self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], extra: dict[str, torch.Tensor]
-    ) -> None:
-        """Everything of a snapshot but the optimizers' states. Of `extra`, which may be another strategy's, it takes
-        what it knows."""
-
-    @abc.abstractmethod
-    def drop(self) -> None:
-        """The step under way is not taken: its gradients are forgotten."""
-
-    @property
-    @abc.abstractmethod
-    def verdict(self) -> StepOutcome: ...
+    def _drop(self) -> None:
+        """Forgets the gradients of the step under way."""
 
     def abort(self, cause: HoraError) -> None:
-        """Ends every wait of an exchange with `cause`. Thread-safe."""
         if self.group is not None:
             self.group.transport.abort(cause)
 
-    def close(self) -> None:
-        self.unbind()
+    def agreed_parameters(self) -> list[torch.Tensor]:
+        """The parameters that the workers have agreed upon last, in the registry's order; after a step."""
+        return [parameter.detach() for parameter in self.registry.parameters]
+
+    def describe(self) -> SyncReport:
+        """Thread-safe."""
+        return SyncReport()
+
+    @abc.abstractmethod
+    def snapshot(self, complete: bool = True) -> Snapshot:
+        """Where this worker's need not be `complete`, it may lack the optimizers' state."""
+
+    @abc.abstractmethod
+    def restore(self, snapshot: Snapshot) -> None:
+        """Of `snapshot.extra`, which may be another strategy's, it takes what it knows."""
+
+
+def tensors_in(output: Any) -> Iterable[torch.Tensor]:
+    """The tensors of a model's output."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict | list | tuple):
+        for value in output.values() if isinstance(output, dict) else output:
+            yield from tensors_in(value)

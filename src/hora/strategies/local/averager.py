@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Averager(abc.ABC):
     """Sums are taken in float32 at least, and rounded once to a parameter's own type."""
 
-    def __init__(self, roster: ParameterRegistry, bulk: CountedAllReduce) -> None:
-        self._roster = roster
+    def __init__(self, registry: ParameterRegistry, bulk: CountedAllReduce) -> None:
+        self._registry = registry
         self._bulk = bulk
 
     @abc.abstractmethod
@@ -51,7 +51,7 @@ class Averager(abc.ABC):
 
     def common(self, index: int) -> torch.Tensor:
         """A parameter as it was agreed upon last."""
-        return self._roster.parameters[index].detach()
+        return self._registry.parameters[index].detach()
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint needs besides the parameters; the same on every worker."""
@@ -67,11 +67,11 @@ class Averager(abc.ABC):
     def close(self) -> None:
         """No round will come any more."""
 
-    def linger(self) -> None:
+    def stay(self) -> None:
         """After this worker has left the run: it stays as long as others need something of it."""
 
     def _parameters(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        return [self._roster.parameters[index].detach() for index in indices]
+        return [self._registry.parameters[index].detach() for index in indices]
 
 
 def vector_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -121,8 +121,8 @@ class OuterAverager(Averager):
     """`outer_lr` and `outer_momentum` are those of torch's own SGD with Nesterov momentum, over the common point. For
     local SGD they are 1 and 0: then the point becomes the mean of the workers' parameters."""
 
-    def __init__(self, roster: ParameterRegistry, bulk: CountedAllReduce, strategy: RoundStrategy) -> None:
-        super().__init__(roster, bulk)
+    def __init__(self, registry: ParameterRegistry, bulk: CountedAllReduce, strategy: RoundStrategy) -> None:
+        super().__init__(registry, bulk)
         self._lr, self._momentum, self._overlap = strategy.outer_lr, strategy.outer_momentum, strategy.overlap
         self._wire = Compressor(strategy.wire, strategy.topk)
         self._points: dict[int, torch.Tensor] = {}
@@ -189,7 +189,7 @@ class OuterAverager(Averager):
         not what topk owes, which is most of what was learnt in many rounds."""
         if self._wire.name != "topk":
             self._wire.reset()
-        names, known = self._roster.names, self._optimizer.state
+        names, known = self._registry.names, self._optimizer.state
         points = {f"point:{names[index]}": point for index, point in self._points.items()}
         momentum = {
             f"momentum:{names[index]}": buffer
@@ -200,7 +200,7 @@ class OuterAverager(Averager):
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         for index, point in self._points.items():
-            name = self._roster.names[index]
+            name = self._registry.names[index]
             if (saved := state.get(f"point:{name}")) is not None:
                 point.copy_(saved)
             momentum = state.get(f"momentum:{name}")

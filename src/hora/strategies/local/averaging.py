@@ -29,13 +29,15 @@ from ...collectives import objects
 from ...collectives.group import Group
 from ...errors import HoraError, PeerLost
 from ...monitor import spans
-from ...parameters.optimizer_state import OptimizerStates, collect, load
+from ...parameters.optimizer_state import collect, load
 from ...parameters.registry import ParameterRegistry
 from ...server.embedding import server_embeddings
 from ...transport.task_thread import TaskThread
 from ..common import compression, nonfinite
+from ..common.accumulation import scale_gradients
+from ..common.hooks import TrainingHooks
 from ..common.local_gradients import LocalGradients
-from ..common.sync import Snapshot, StepOutcome, ended_inside
+from ..common.sync import LoopEvent, Snapshot, StepOutcome, SyncReport, ended_inside
 from . import comm_summary
 from .adaptive_interval import steps_for
 from .averager import Averager, OuterAverager
@@ -57,14 +59,14 @@ FAR = 1 << 40  # the loop of a worker that has left all of them
 class LocalSync(LocalGradients):
     lockstep = False
 
-    def __init__(self, roster: ParameterRegistry, strategy: RoundStrategy) -> None:
-        super().__init__(roster)
+    def __init__(self, registry: ParameterRegistry, hooks: TrainingHooks, strategy: RoundStrategy) -> None:
+        super().__init__(registry, hooks)
         self.strategy = strategy
         self.rounds = 0
         self.local_steps = 0
-        if server_embeddings(roster.models):
+        if server_embeddings(registry.models):
             raise ValueError("a ServerEmbedding's rows are updated by the servers at every step: say --strategy ps")
-        if strategy.warmup and any(isinstance(each, torch.optim.LBFGS) for each in roster.optimizers):
+        if strategy.warmup and any(isinstance(each, torch.optim.LBFGS) for each in registry.optimizers):
             raise ValueError("warmup shares the gradient of a step, and LBFGS computes several in one: leave it out")
         self._num_fragments = strategy.fragments
         self._overlap = strategy.overlap
@@ -79,10 +81,9 @@ class LocalSync(LocalGradients):
         self._first = 0  # those that a checkpoint had behind it
         self._mean_steps = 0.0  # of all workers, when they met last
         self._interval = 1  # this worker's steps in the round under way
-        self.warm = strategy.warmup > 0
+        self.warming_up = strategy.warmup > 0
         self._samples = 0.0  # since the last step
         self._brought = 0.0  # what they were as an optimizer came to its step; those of later ones are the same
-        self._unit = 1.0  # how many samples weigh 1
         self._seen = [0.0] * self._num_fragments  # samples since each fragment was exchanged
         self._rest = [0.0] * self._num_fragments  # those of other optimizers' steps since then, if there were no more
         self._stepped: set[int] = set()  # the optimizers that have stepped since the last backward
@@ -94,7 +95,7 @@ class LocalSync(LocalGradients):
         self._failed = False  # a meeting broke off: there will be no other
         self._lacking = False  # a worker took no part in the last step of the warm-up
         self._underway: AveragingRound | None = None
-        self._errand: TaskThread | None = None
+        self._task_thread: TaskThread | None = None
         self._resumed_s = 0.0  # when this worker went on after the last exchange
         self._busy_s = 0.0  # what it has worked since the round began
         self._step_s = 0.0  # what one of its steps took in the last round
@@ -104,14 +105,14 @@ class LocalSync(LocalGradients):
     def bind(self, group: Group) -> None:
         self.home = group
         compression.warn_of_one_host(self.strategy.wire, group)
-        self.roster.agree(group)
+        self.registry.agree(group)
         self.group = group.clone()
-        self._group.describe_wait = lambda: f"the averaging of parameters after step {self.steps}"
+        self._group.describe_wait = lambda: f"the averaging of parameters after step {self.hooks.step}"
         self._bulk = CountedAllReduce(self._group, self.strategy.algorithm, self.traffic)
-        self._meetings = RoundExecutor(self.roster, self._bulk, self.strategy, self._make_mean(), self.traffic)
+        self._meetings = RoundExecutor(self.registry, self._bulk, self.strategy, self._make_mean(), self.traffic)
         self._mean, self._extras = self._meetings.mean, self._meetings.extras
         if self._overlap:
-            self._errand = TaskThread("hora-averaging", stop_on_error=True)
+            self._task_thread = TaskThread("hora-averaging", stop_on_error=True)
         self._backward.hook()
         self._recut(anew=True)
         self._interval = self._plan([])
@@ -121,72 +122,65 @@ class LocalSync(LocalGradients):
         if self.strategy.via == "ps":
             from .server_averager import ServerAverager
 
-            return ServerAverager(self.roster, self._bulk, cast("LocalSGD", self.strategy), self.access)
+            return ServerAverager(self.registry, self._bulk, cast("LocalSGD", self.strategy), self.context)
         if self.strategy.averages_differences:
-            return OuterAverager(self.roster, self._bulk, self.strategy)
+            return OuterAverager(self.registry, self._bulk, self.strategy)
         return None
 
     def unbind(self) -> None:
         self._backward.unhook()
-        if self._errand is not None:
-            self._errand.close()
+        if self._task_thread is not None:
+            self._task_thread.close()
         self._mean.close()
         if self.group is not None:
             self.group.close()
             self.group = None
 
-    def linger(self) -> None:
-        self._mean.linger()
-
     # -- the step ----------------------------------------------------------------------------------------------------
-
-    def begin_batch(self, loop: int, batch: int, present: int, unit: float) -> None:
-        self._unit = unit
 
     def before_forward(self) -> None:
         if self._due and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._proceed()
         super().before_forward()
 
-    def after_backward(self) -> None:
-        self._stepped.clear()
-        if not self._pile:  # what was before has had its step, or was given up
-            self._samples = 0.0
-        self._samples += self._pile.weight * self._unit
-        super().after_backward()
+    def after_backward(self, shadow: bool = False) -> None:
+        if shadow:
+            self._behind = True
+        else:
+            self._stepped.clear()
+            if not self._accumulation:  # what was before has had its step, or was given up
+                self._samples = 0.0
+            self._samples += self._accumulation.weight * self.hooks.batch.unit
+        super().after_backward(shadow)
 
-    def absent_step(self) -> None:
-        super().absent_step()
-        self._behind = True
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        self.roster.check_optimizer(optimizer)
-        mine = self._own(optimizer)
-        if self._pile or self._absent:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        self.registry.check_optimizer(optimizer)
+        mine = self._parameters_of(optimizer)
+        if self._accumulation or self._shadow:
             self._brought = self._samples
         self._recut()
         found = getattr(optimizer, "found_inf", None)  # a scaler's words to a fused optimizer
         if found is not None and bool(found):
             self._miss(optimizer)
             return False
-        self._even_out(mine)
-        culprit = self._nonfinite(mine, self._name)
-        if culprit:
-            if self.on_nonfinite == "raise":
-                raise HoraError(f"{culprit} {nonfinite.ADVICE}")
-            log.warning("%s: this worker's step is not taken", culprit)
-            self.left_out(culprit)
+        self._average_accumulated(mine)
+        problem = self._nonfinite(mine, self._name)
+        if problem:
+            if self.hooks.on_nonfinite == "raise":
+                raise HoraError(f"{problem} {nonfinite.ADVICE}")
+            log.warning("%s: this worker's step is not taken", problem)
+            self.hooks.on_skipped(problem)
             self._brought = 0.0
-            if optimizer is self.roster.optimizers[0]:
+            if optimizer is self.registry.optimizers[0]:
                 self._samples = 0.0
             for parameter in mine:
                 parameter.grad = None
-        if self.warm and not self._share(optimizer):
+        if self.warming_up and not self._share(optimizer):
             self._skip(optimizer)
             return False
         return True
 
-    def combine(self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor]) -> None:
+    def unscaled(self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor]) -> None:
         """A scaler that has found an infinity leaves this worker's step out; it counts all the same."""
         comes_all_the_same = getattr(optimizer, "_step_supports_amp_scaling", False)  # a fused one, to before_step
         if not comes_all_the_same and any(bool(each) for each in found):
@@ -194,36 +188,36 @@ class LocalSync(LocalGradients):
 
     def _miss(self, optimizer: torch.optim.Optimizer) -> None:
         """A step that is not taken, but that the others count on; in the warm-up nobody takes it."""
-        if self.warm:
+        if self.warming_up:
             self._share(optimizer, missed=True)
         self._skip(optimizer)
 
     def _skip(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is self.roster.optimizers[0]:
+        if optimizer is self.registry.optimizers[0]:
             self._samples = 0.0
-        self.after_step(optimizer)
+        self._after_step(optimizer)
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._pile.clear()
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._accumulation.clear()
         self._closed = False
         self._stepped.add(id(optimizer))
-        if optimizer is self.roster.optimizers[0]:
+        if optimizer is self.registry.optimizers[0]:
             self._count()
-        elif not self.warm or self._lacking:
+        elif not self.warming_up or self._lacking:
             self._rest = [self._brought] * self._num_fragments
-        if self._due and len(self._stepped) == len(self.roster.optimizers):
+        if self._due and len(self._stepped) == len(self.registry.optimizers):
             self._proceed()
 
     def _count(self) -> None:
         """A step of the first optimizer was taken."""
         if self._due:  # the last one's, for which another optimizer was awaited
             self._proceed()
-        self._absent = False
+        self._shadow = False
         self._num_steps += 1
         self.local_steps += 1
         self._seen = [seen + self._samples for seen in self._seen]
         self._samples = 0.0
-        if self.warm:
+        if self.warming_up:
             if not self._lacking:  # everybody has taken this step
                 self._seen = [0.0] * self._num_fragments
                 self._due = self._num_steps >= self.strategy.warmup
@@ -235,14 +229,14 @@ class LocalSync(LocalGradients):
     def _proceed(self) -> None:
         """What is due: an exchange, or the end of the warm-up."""
         self._due = False
-        if self.warm:
+        if self.warming_up:
             self._begin_rounds()
         else:
             self._exchange()
 
     def _begin_rounds(self) -> None:
         """After the warm-up all are at one point."""
-        self.warm = False
+        self.warming_up = False
         self._recut(anew=True)
         self._begin_round()
         self._interval = self._plan([])
@@ -256,10 +250,10 @@ class LocalSync(LocalGradients):
         meeting.vectors[self._next] = self._meetings.pack(meeting.cut[self._next])
         if self._next == self._num_fragments - 1 and self._overlap:
             meeting.buffers = self._extras.pack()
-        if self._errand is not None:
+        if self._task_thread is not None:
             self._underway = meeting
             self._group.transport.background = True
-            self._errand.submit(functools.partial(self._meet, meeting))
+            self._task_thread.submit(functools.partial(self._meet, meeting))
             self._pass([self._next])
         else:
             self._meet(meeting)
@@ -268,15 +262,15 @@ class LocalSync(LocalGradients):
 
     def _share(self, optimizer: torch.optim.Optimizer, missed: bool = False) -> bool:
         """Of the warm-up: everybody's gradients become their mean. False if a scaler, anybody's, refused its own."""
-        number = self.roster.optimizers.index(optimizer)
+        number = self.registry.optimizers.index(optimizer)
         samples = [self._brought] * self._num_fragments
         meeting = self._open(gradients=1.0, number=float(number), missed=float(missed), samples=samples)
         scale = getattr(optimizer, "grad_scale", None)  # a fused one's gradients are still multiplied by its scaler's
         factor = 1.0 if scale is None else float(scale)
         mine = [p for group in optimizer.param_groups for p in group["params"]]
-        self._multiply(1.0 / factor, mine)
+        scale_gradients(mine, 1.0 / factor)
         self._meet(meeting)
-        self._multiply(factor, mine)
+        scale_gradients(mine, factor)
         self._hear(meeting)
         self._lacking = bool(self._group.size - len(meeting.going))
         self._resumed_s = time.perf_counter()
@@ -287,11 +281,11 @@ class LocalSync(LocalGradients):
         if self._failed:
             return
         self._wait()
-        if self._closed and (not broke or self._verdict.stop):
+        if self._closed and (not broke or self.outcome.stop):
             return
         others_left = self._due = False
         while not others_left:
-            meeting = self._open(leaving=1.0, broke=ENDED if self.ended else float(broke), loop=float(loop))
+            meeting = self._open(leaving=1.0, broke=ENDED if self.hooks.ended else float(broke), loop=float(loop))
             self._meet(meeting)
             self._conclude(meeting)
             self._resumed_s = time.perf_counter()
@@ -299,7 +293,7 @@ class LocalSync(LocalGradients):
             if not meeting.going and any(word.behind for word in meeting.words):
                 self._doubt = any(word.broke for word in meeting.words)
                 self._catch_up()
-            if self.warm and not meeting.going:
+            if self.warming_up and not meeting.going:
                 self._num_steps = meeting.furthest
                 if self._num_steps >= self.strategy.warmup:
                     self._begin_rounds()
@@ -310,7 +304,7 @@ class LocalSync(LocalGradients):
     def _settle_doubt(self, quits: bool) -> None:
         """Collective: those who were without samples go on if the others do, and stop if they do not."""
         if self._doubt and not self._failed:
-            meeting = self._open(leaving=1.0, broke=float(quits), loop=float(self.loop))
+            meeting = self._open(leaving=1.0, broke=float(quits), loop=float(self.hooks.loop))
             self._meet(meeting)
             gone = [rank for rank, word in enumerate(meeting.words) if word.broke]
             self._doubt = len(gone) == self._group.size  # there is another time to ask
@@ -320,10 +314,10 @@ class LocalSync(LocalGradients):
     def _catch_up(self) -> None:
         """Collective: who was without samples takes over what the others' loops did to schedulers meanwhile."""
         standing = objects.broadcast_object(
-            self._group, self.stand() if self._group.rank == 0 else None, "rank 0's schedulers"
+            self._group, self.hooks.loop_state() if self._group.rank == 0 else None, "rank 0's schedulers"
         )
         if self._behind:
-            self.stand_as(standing)
+            self.hooks.load_loop_state(standing)
         self._behind = False
 
     def _open(self, **given: Any) -> AveragingRound:
@@ -333,13 +327,13 @@ class LocalSync(LocalGradients):
         if self.local_steps:
             self._step_s = self._busy_s / self.local_steps
         word = RoundStatus(
-            warm=float(self.warm),
-            loop=float(self.loop),
-            stop=float(self.stop_wanted),
+            warming_up=float(self.warming_up),
+            loop=float(self.hooks.loop),
+            stop=float(self.hooks.stop_wanted),
             behind=float(self._behind),
             step=float(self._num_steps),
             step_s=self._step_s,
-            outline=float(zlib.crc32(repr(self._trained).encode())),
+            trained=float(zlib.crc32(repr(self._trained).encode())),
             buffers=self._extras.news,
             samples=[seen or rest for seen, rest in zip(self._seen, self._rest, strict=True)],
         )
@@ -359,10 +353,10 @@ class LocalSync(LocalGradients):
             self._arrive()
 
     def _arrive(self) -> None:
-        assert self._errand is not None and self._underway is not None
+        assert self._task_thread is not None and self._underway is not None
         begin = time.perf_counter()
         with self._group.wait_scope:
-            self._errand.join()
+            self._task_thread.join()
         waited_s = time.perf_counter() - begin
         self._group.transport.background = False
         if spans.on:
@@ -379,7 +373,7 @@ class LocalSync(LocalGradients):
         if spans.on:
             spans.add(spans.TRAINING, "settle", begin, round=cast(int, self.rounds) + 1)
         self._mean_steps = sum(word.step for word in meeting.words) / len(meeting.words)
-        if meeting.word.leaving or self._errand is None:
+        if meeting.word.leaving or self._task_thread is None:
             self._pass(meeting.fragments)
         if meeting.warm and meeting.results:
             self._recut(anew=True)
@@ -418,8 +412,8 @@ class LocalSync(LocalGradients):
         return f"{self._group.transport.name_of(rank)} left its loop after step {meeting.words[rank].step:.0f}"
 
     def _stop(self, reason: str) -> None:
-        if not self._verdict.stop:
-            self._verdict = StepOutcome(stop=True, reason=reason)
+        if not self.outcome.stop:
+            self.outcome = StepOutcome(stop=True, reason=reason)
 
     def _begin_round(self) -> None:
         self.local_steps = 0
@@ -438,12 +432,12 @@ class LocalSync(LocalGradients):
         """What is trained now, or was before, is cut into fragments.
 
         Before a step, so that what was unfrozen is still what all have. `anew`: so is everything else."""
-        held = {id(p) for each in self.roster.optimizers for group in each.param_groups for p in group["params"]}
-        now = {i for i, p in enumerate(self.roster.parameters) if id(p) in held and p.requires_grad}
+        held = {id(p) for each in self.registry.optimizers for group in each.param_groups for p in group["params"]}
+        now = {i for i, p in enumerate(self.registry.parameters) if id(p) in held and p.requires_grad}
         new = sorted(now.difference(self._trained))
         if new:
             self._trained = sorted(now.union(self._trained))
-            self._cut = cut(self._trained, [p.numel() for p in self.roster.parameters], self._num_fragments)
+            self._cut = cut(self._trained, [p.numel() for p in self.registry.parameters], self._num_fragments)
         with torch.no_grad():
             if anew:
                 self._mean.begin(self._trained)
@@ -452,34 +446,31 @@ class LocalSync(LocalGradients):
 
     # -- loops ---------------------------------------------------------------------------------------------------------
 
-    def enter_loop(self) -> None:
-        self._settle_doubt(quits=False)
-        if self.strategy.leased and self.loop != self._left:
-            self._closed = False  # the others may get samples, and take steps, where this worker gets none
-        self._resumed_s = time.perf_counter()
-
-    def leave_loop(self, finished: bool = True) -> None:
-        self._close(self.loop, broke=not finished)
-
-    def quit(self) -> None:
-        self._settle_doubt(quits=True)
-
-    def depart(self, for_good: bool) -> None:
-        """Whether others have taken steps is not known here: who goes for good meets them once more."""
-        self._settle_doubt(quits=True)
-        self._closed = self._closed and not for_good
-        self._close(FAR)
+    def join(self, event: LoopEvent) -> None:
+        """A worker that leaves its loop closes the round; see the head of this file."""
+        if event is LoopEvent.ENTERED:
+            self._settle_doubt(quits=False)
+            if self.strategy.leased and self.hooks.loop != self._left:
+                self._closed = False  # the others may get samples, and take steps, where this worker gets none
+            self._resumed_s = time.perf_counter()
+        elif event in (LoopEvent.FINISHED, LoopEvent.BROKE):
+            self._close(self.hooks.loop, broke=event is LoopEvent.BROKE)
+        elif event is LoopEvent.CLOSED:
+            self._mean.stay()
+        else:
+            self._settle_doubt(quits=True)
+            if event is not LoopEvent.QUIT:
+                # Whether others have taken steps is not known here: a worker that departs meets them once more.
+                self._closed = self._closed and event is not LoopEvent.DEPARTED
+                self._close(FAR)
 
     # -- what it cost --------------------------------------------------------------------------------------------------
 
-    def notes(self) -> dict[str, float]:
-        return {"round": float(cast(int, self.rounds))}
+    def describe(self) -> SyncReport:
+        return SyncReport(sent_to=self._bulk.peers(), summary=self._summary())
 
-    def peers(self) -> dict[int, int]:
-        return self._bulk.peers()
-
-    def summary(self) -> str:
-        trained = [self.roster.parameters[index] for index in self._trained]
+    def _summary(self) -> str:
+        trained = [self.registry.parameters[index] for index in self._trained]
         text, sent, rounds = self.strategy.spell(), self._bulk.sent_bytes, cast(int, self.rounds)
         steps = round(self._mean_steps) - self._first
         told = comm_summary.sentence(text, rounds, steps, sent, trained, self._group.size)
@@ -487,38 +478,29 @@ class LocalSync(LocalGradients):
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
-    def common(self) -> list[torch.Tensor]:
-        return [self._mean.common(index) for index in range(len(self.roster.parameters))]
+    def agreed_parameters(self) -> list[torch.Tensor]:
+        return [self._mean.common(index) for index in range(len(self.registry.parameters))]
 
     def snapshot(self, complete: bool = True) -> Snapshot:
         """The round is closed. All workers go on with what is saved, so that a run that is restored goes on as this one
         does: rank 0's schedulers and scaler, and with state=keep the mean of the optimizers' states."""
-        self._close(self.loop)
+        self._close(self.hooks.loop)
         if self.strategy.state == "keep":
             with torch.no_grad():
                 self._extras.average_states([1.0 / self._group.size] * self._group.size)
         self._behind = True
         self._catch_up()
-        self.roster.refresh_buffers()
-        parameters = {name: p.detach() for name, p in zip(self.roster.names, self.roster.parameters, strict=True)}
         extra = {**self._mean.state(), STEPS: torch.tensor(self._num_steps)}
-        return Snapshot(parameters, dict(self.roster.buffers), collect(self.roster), extra)
+        return Snapshot(self.registry.parameter_dict(), self.registry.buffer_dict(), collect(self.registry), extra)
 
-    def load_states(self, states: OptimizerStates) -> None:
-        load(self.roster, states, lambda index, state: state)
-
-    def reload(
-        self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], extra: dict[str, torch.Tensor]
-    ) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         self._wait()
-        self._num_steps = self._first = int(extra[STEPS]) if STEPS in extra else self.steps
+        extra = snapshot.extra
+        self._num_steps = self._first = int(extra[STEPS]) if STEPS in extra else self.hooks.step
         self._mean_steps = float(self._num_steps)
-        self.warm = self._num_steps < self.strategy.warmup
+        self.warming_up = self._num_steps < self.strategy.warmup
+        self.registry.load(snapshot.parameters, snapshot.buffers)
         with torch.no_grad():
-            for name, parameter in zip(self.roster.names, self.roster.parameters, strict=True):
-                parameter.copy_(parameters[name])
-            for name, buffer in self.roster.buffers.items():
-                buffer.copy_(buffers[name])
             self._recut(anew=True)
             self._mean.load(extra)
         self._extras.remember()
@@ -526,9 +508,10 @@ class LocalSync(LocalGradients):
         self._samples = 0.0
         self._due = False
         self._closed, self._next = True, 0
-        self._verdict = StepOutcome()
+        self.outcome = StepOutcome()
         self._begin_round()
         self._interval = self._plan([])
+        load(self.registry, snapshot.states, lambda index, state: state)
 
     @property
     def _group(self) -> Group:

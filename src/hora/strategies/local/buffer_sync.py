@@ -19,8 +19,8 @@ Place = tuple[int, int, str]  # optimizer, parameter, key
 
 
 class BufferSync:
-    def __init__(self, roster: ParameterRegistry, bulk: CountedAllReduce) -> None:
-        self._roster = roster
+    def __init__(self, registry: ParameterRegistry, bulk: CountedAllReduce) -> None:
+        self._registry = registry
         self._group = bulk.group
         self._bulk = bulk
         self._versions: list[tuple[int, int]] = []
@@ -31,27 +31,27 @@ class BufferSync:
 
     def remember(self) -> None:
         """The buffers are now what all have."""
-        self._roster.refresh_buffers()
-        self._versions = self._roster.signature()
+        self._registry.refresh_buffers()
+        self._versions = self._registry.signature()
 
     @property
     def news(self) -> float:
         """Whether the buffers have changed since all had the same: 0, 1, or BROKEN if one is NaN or infinite now."""
-        self._roster.refresh_buffers()
-        if self._roster.signature() == self._versions:
+        self._registry.refresh_buffers()
+        if self._registry.signature() == self._versions:
             return 0.0
         return BROKEN if self._infinite() - self._endless else 1.0
 
     def _infinite(self) -> set[str]:
-        named = self._roster.buffers.items()
+        named = self._registry.buffers.items()
         return {name for name, buffer in named if buffer.is_floating_point() and not is_finite(buffer.detach())}
 
     def floats(self) -> list[torch.Tensor]:
-        return [buffer.detach() for buffer in self._roster.buffers.values() if buffer.is_floating_point()]
+        return [buffer.detach() for buffer in self._registry.buffers.values() if buffer.is_floating_point()]
 
     def counts(self) -> list[torch.Tensor]:
         """Buffers of whole numbers, of which there is no mean: rank 0's count."""
-        return [buffer.detach() for buffer in self._roster.buffers.values() if not buffer.is_floating_point()]
+        return [buffer.detach() for buffer in self._registry.buffers.values() if not buffer.is_floating_point()]
 
     def pack(self) -> torch.Tensor:
         return vector_of(self.floats())
@@ -104,14 +104,14 @@ class BufferSync:
         put([kept[place] for place in order], vector)
 
     def reset_states(self) -> None:
-        for optimizer in self._roster.optimizers:
+        for optimizer in self._registry.optimizers:
             optimizer.state.clear()
 
     def _states(self) -> dict[Place, torch.Tensor]:
-        index = self._roster.index
+        index = self._registry.index
         return {
             (number, index[id(parameter)], key): value.detach()
-            for number, optimizer in enumerate(self._roster.optimizers)
+            for number, optimizer in enumerate(self._registry.optimizers)
             for parameter, state in optimizer.state.items()
             for key, value in state.items()
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout is torch.strided
@@ -120,14 +120,14 @@ class BufferSync:
     def _make_room(self, place: Place, shape: list[int]) -> torch.Tensor:
         """Another worker has state here, this one has none yet: it has had no gradient for that parameter."""
         number, index, key = place
-        parameter = self._roster.parameters[index]
-        state: dict[str, Any] = self._roster.optimizers[number].state[parameter]
+        parameter = self._registry.parameters[index]
+        state: dict[str, Any] = self._registry.optimizers[number].state[parameter]
         if tuple(shape) == tuple(parameter.shape):
             state[key] = torch.zeros_like(parameter, requires_grad=False)
         else:
             fused = any(
                 group.get("fused") or group.get("capturable")
-                for group in self._roster.optimizers[number].param_groups
+                for group in self._registry.optimizers[number].param_groups
                 if any(each is parameter for each in group["params"])
             )  # these count their steps where the parameter is
             state[key] = torch.zeros(shape, dtype=torch.float32, device=parameter.device if fused else None)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ...parameters.registry import ParameterRegistry
     from ...server.state import Rules
+    from ..common.hooks import TrainingHooks
     from ..common.sync import Sync
 
 STATES = ("keep", "average", "reset")
@@ -187,14 +188,14 @@ class LocalSGD(RoundStrategy):
         those = {id(p): p for each in optimizers for group in each.param_groups for p in group["params"]}
         return [torch.optim.SGD(list(those.values()), lr=1.0)]
 
-    def sync(self, roster: ParameterRegistry) -> Sync:
+    def sync(self, registry: ParameterRegistry, hooks: TrainingHooks) -> Sync:
         if not self.barrier:
             from .async_local_sgd import AsyncLocalSync
 
-            return AsyncLocalSync(roster, self)
+            return AsyncLocalSync(registry, hooks, self)
         from .averaging import LocalSync
 
-        return LocalSync(roster, self)
+        return LocalSync(registry, hooks, self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,7 +235,7 @@ class DiLoCo(RoundStrategy):
     def averages_differences(self) -> bool:
         return True
 
-    def sync(self, roster: ParameterRegistry) -> Sync:
+    def sync(self, registry: ParameterRegistry, hooks: TrainingHooks) -> Sync:
         from .averaging import LocalSync
 
-        return LocalSync(roster, self)
+        return LocalSync(registry, hooks, self)

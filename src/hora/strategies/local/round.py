@@ -54,7 +54,7 @@ class AveragingRound:
 
     @property
     def warm(self) -> bool:
-        return any(word.warm for word in self.words)
+        return any(word.warming_up for word in self.words)
 
     @property
     def missed(self) -> bool:
@@ -75,21 +75,21 @@ class RoundExecutor:
 
     def __init__(
         self,
-        roster: ParameterRegistry,
+        registry: ParameterRegistry,
         bulk: CountedAllReduce,
         strategy: RoundStrategy,
         mean: Averager | None,
         traffic: CommStats,
     ) -> None:
-        self._roster = roster
+        self._registry = registry
         self._bulk = bulk
         self._group = bulk.group
         self._strategy = strategy
-        self._plain = PlainAverager(roster, bulk)
+        self._plain = PlainAverager(registry, bulk)
         self._traffic = traffic
         self._at_once = not strategy.overlap  # results are taken over as they come
         self.mean = mean or self._plain
-        self.extras = BufferSync(roster, bulk)
+        self.extras = BufferSync(registry, bulk)
 
     def pack(self, indices: Sequence[int]) -> torch.Tensor:
         """What this worker gives of these parameters, as they are now."""
@@ -99,14 +99,14 @@ class RoundExecutor:
     def hold(self, meeting: AveragingRound, exposed: bool) -> None:
         """Collective, on any thread. `exposed`: the training thread waits for it."""
         begin, sent = time.perf_counter(), self._bulk.sent_bytes
-        meeting.words = words = meeting.word.gather(self._group)
+        meeting.words = words = meeting.word.gather(self._group, "status of a round")
         met = time.perf_counter()
         self._check(words)
         if meeting.missed:
             pass  # a step that nobody takes
         elif meeting.going and meeting.going[0].gradients:
-            optimizer = self._roster.optimizers[int(meeting.going[0].number)]
-            mean_gradients(self._bulk, self._roster, optimizer, shares(words, 0), bool(meeting.word.leaving))
+            optimizer = self._registry.optimizers[int(meeting.going[0].number)]
+            mean_gradients(self._bulk, self._registry, optimizer, shares(words, 0), bool(meeting.word.leaving))
         else:
             self._exchange_parameters(meeting)
         seconds = time.perf_counter() - begin
@@ -197,7 +197,7 @@ class RoundExecutor:
                     f"{name_of(rank)} at step {word.step:.0f} is not in the same part of the round as {name_of(first)} "
                     f"at step {other.step:.0f}: every worker must take the same steps"
                 )
-            if word.outline != other.outline:
+            if word.trained != other.trained:
                 raise HoraError(
                     f"{name_of(rank)} at step {word.step:.0f} does not train the same parameters as {name_of(first)} "
                     f"at step {other.step:.0f}: freeze and unfreeze them on every worker at the same step"
@@ -207,7 +207,7 @@ class RoundExecutor:
         """HoraError, on every worker, names whose parameters have become NaN or infinite; they keep what they have."""
         if nonfinite.is_finite(meeting.results[fragment]):
             return
-        parameters, indices = self._roster.parameters, meeting.cut[fragment]
+        parameters, indices = self._registry.parameters, meeting.cut[fragment]
         mine = [(self._group.rank, i) for i in indices if not nonfinite.is_finite(parameters[i].detach())]
-        text = nonfinite.sentence(self._group, self._roster, mine, "value")
+        text = nonfinite.sentence(self._group, self._registry, mine, "value")
         raise HoraError(f"{text}: this round is not closed. Lower the learning rate, or look at that worker's batches")

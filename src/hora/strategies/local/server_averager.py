@@ -28,32 +28,34 @@ if TYPE_CHECKING:
 
 class ServerAverager(Averager):
     def __init__(
-        self, roster: ParameterRegistry, bulk: CountedAllReduce, strategy: LocalSGD, access: RunContext
+        self, registry: ParameterRegistry, bulk: CountedAllReduce, strategy: LocalSGD, access: RunContext
     ) -> None:
-        super().__init__(roster, bulk)
+        super().__init__(registry, bulk)
         self._group = group = bulk.group
         self._access = access
         self._points: dict[int, torch.Tensor] = {}
         self._num_rounds = 0
-        held = ParameterRegistry(roster.models, strategy.served(roster.optimizers))
-        self._outpost = ServerConnections(access, held, strategy.rules(), strategy.block_bytes, group.transport.check)
-        self._outpost.gather_mates(group)
+        held = ParameterRegistry(registry.models, strategy.served(registry.optimizers))
+        self._connections = ServerConnections(
+            access, held, strategy.rules(), strategy.block_bytes, group.transport.check
+        )
+        self._connections.gather_local_ranks(group)
 
     def begin(self, indices: Sequence[int]) -> None:
         self._group.barrier("before the servers get the parameters")
         if self._group.rank == 0:
-            self._outpost.client.fill_parameters(self._outpost.flats.values)
+            self._connections.client.fill_parameters(self._connections.flat_parameters.values)
         self._group.barrier("the servers have the parameters")
-        self._outpost.client.refresh()
+        self._connections.client.refresh()
         self._points = {}
         self.extend(indices)
 
     def extend(self, indices: Sequence[int]) -> None:
         for index, parameter in zip(indices, self._parameters(indices), strict=True):
-            if index not in self._outpost.client.layout.served:
+            if index not in self._connections.client.layout.served:
                 raise HoraError(
-                    f"{self._roster.names[index]} is in no optimizer that job.prepare() got, and the servers have none "
-                    "of it: complete the optimizer first, then prepare it"
+                    f"{self._registry.names[index]} is in no optimizer that job.prepare() got, so no server has it: "
+                    "complete the optimizer first, then prepare it"
                 )
             self._points[index] = parameter.clone()
 
@@ -80,11 +82,11 @@ class ServerAverager(Averager):
             nonfinite=wrong,
             present=self._group.size,
         )
-        client = self._outpost.client
+        client = self._connections.client
         pushed = client.pushed_bytes
         client.push(begin, drift)
         readies = client.pull()
-        self._outpost.flats.scatter()
+        self._connections.flat_parameters.scatter()
         self._num_rounds += 1
         self._bulk.count(client.pushed_bytes - pushed)
         failed = any(ready.skipped for ready in readies)
@@ -98,7 +100,7 @@ class ServerAverager(Averager):
             self._points[index].copy_(parameter)
 
     def close(self) -> None:
-        self._outpost.close()
+        self._connections.close()
 
-    def linger(self) -> None:
-        self._outpost.linger()
+    def stay(self) -> None:
+        self._connections.stay()

@@ -14,7 +14,7 @@ from .counted_all_reduce import CountedAllReduce
 
 def mean_gradients(
     bulk: CountedAllReduce,
-    roster: ParameterRegistry,
+    registry: ParameterRegistry,
     optimizer: torch.optim.Optimizer,
     shares: Sequence[float] | None,
     leaving: bool,
@@ -38,7 +38,7 @@ def mean_gradients(
             parameter.grad = None
         if rows:
             assert shares is not None
-            name = roster.names[roster.index[id(parameter)]]
+            name = registry.names[registry.index[id(parameter)]]
             parameter.grad = sparse.mean(group, parameter, name, shares[group.rank] * group.size)
         elif holders:
             if parameter.grad is None:

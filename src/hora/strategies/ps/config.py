@@ -12,6 +12,7 @@ from ..base import Strategy
 if TYPE_CHECKING:
     from ...parameters.registry import ParameterRegistry
     from ...server.state import Rules
+    from ..common.hooks import TrainingHooks
     from ..common.sync import Sync
 
 MODES = ("sync", "async", "ssp")
@@ -128,7 +129,7 @@ class PS(Strategy):
             topk=TOPK if self.topk is None else self.topk,
         )
 
-    def sync(self, roster: ParameterRegistry) -> Sync:
+    def sync(self, registry: ParameterRegistry, hooks: TrainingHooks) -> Sync:
         from .worker import ParameterServerSync
 
-        return ParameterServerSync(roster, self)
+        return ParameterServerSync(registry, hooks, self)

@@ -1,4 +1,4 @@
-"""Outpost: all that joins a worker with the servers; its own server too, where these live in the workers' processes."""
+"""ServerConnections: a worker's connections to all servers, and its own server where servers are colocated."""
 
 from __future__ import annotations
 
@@ -18,42 +18,43 @@ from .flat_parameters import FlatParameters
 
 
 class ServerConnections:
-    """`roster` is the model with what updates it on the servers. `check` is called while this worker waits for one, and
-    may raise. ValueError for a model that cannot be cut into blocks."""
+    """`registry` is the model with what updates it on the servers. `check` is called while this worker waits for one,
+    and may raise. ValueError for a model that cannot be cut into blocks."""
 
     def __init__(
         self,
-        access: RunContext,
-        roster: ParameterRegistry,
+        context: RunContext,
+        registry: ParameterRegistry,
         rules: Rules,
         block_bytes: int,
         check: Callable[[], None],
         tables: Mapping[int, ServerEmbedding] | None = None,
     ) -> None:
-        self._access = access
+        self._context = context
         self._check = check
-        layout = make_layout(roster, access, block_bytes)
-        self.flats = FlatParameters(roster, dict(tables or {}), access.num_servers)
+        layout = make_layout(registry, context, block_bytes)
+        self.flat_parameters = FlatParameters(registry, dict(tables or {}), context.num_servers)
         self._colocated: ColocatedServer | None = None
-        if access.colocated and not access.joined and access.rank < access.num_servers:
-            access.control.put(f"parameters/{access.rank}", b"here")  # the run cannot go on without this process
-            self._colocated = ColocatedServer(access, roster, rules, block_bytes)
-        dtypes = [p.dtype for p in roster.parameters]
-        self.client = ServerClient(access, layout, dtypes, rules, check=self._look, targets=self.flats.target)
-        self.client.connect(roster.entries())
+        if context.colocated and not context.joined and context.rank < context.num_servers:
+            context.control.put(f"parameters/{context.rank}", b"here")  # the run cannot go on without this process
+            self._colocated = ColocatedServer(context, registry, rules, block_bytes)
+        dtypes = [p.dtype for p in registry.parameters]
+        targets = self.flat_parameters.target
+        self.client = ServerClient(context, layout, dtypes, rules, check=self._look, targets=targets)
+        self.client.connect(registry.entries())
 
-    def gather_mates(self, group: Group) -> None:
-        """Collective, where all workers step together: those of one host push one gradient to servers elsewhere."""
+    def gather_local_ranks(self, group: Group) -> None:
+        """Collective, where all workers step together: those of one host push one gradient to remote servers."""
         self.client.host_aggregation = make_host_aggregation(group, self.client.connections)
 
     def abort(self, cause: HoraError) -> None:
-        """Ends every wait for this worker's mates. Thread-safe."""
+        """Ends every wait for the other workers of this host. Thread-safe."""
         fold = self.client.host_aggregation
         if fold is not None:
             fold.abort(cause)
 
     def _look(self) -> None:
-        """While this worker waits for a server: is there still something to wait for?"""
+        """Called while this worker waits for a server: raises if the wait is in vain."""
         self._check()
         if self._colocated is not None:
             self._colocated.check()
@@ -61,8 +62,8 @@ class ServerConnections:
     def close(self) -> None:
         self.client.close()
 
-    def linger(self) -> None:
-        """After this worker has left: its own server stays until all have."""
+    def stay(self) -> None:
+        """After this worker has left the run: its own server stays until all workers have left."""
         self.client.close()
         if self._colocated is not None:
-            self._colocated.close(self._access.timeout_s)
+            self._colocated.close(self._context.timeout_s)

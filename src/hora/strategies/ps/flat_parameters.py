@@ -15,12 +15,12 @@ from ...server.rows import supports_sparse
 class FlatParameters:
     """`collect` before a step, then `gradient` for every block of it; `target` is where a block's parameters go."""
 
-    def __init__(self, roster: ParameterRegistry, tables: dict[int, ServerEmbedding], num_servers: int) -> None:
-        self.roster = roster
+    def __init__(self, registry: ParameterRegistry, tables: dict[int, ServerEmbedding], num_servers: int) -> None:
+        self.registry = registry
         self._tables = tables
         self._num_servers = num_servers
-        self._sparse = sparse_parameters(roster)
-        self._flats: dict[int, tuple[int, torch.Tensor]] = {}  # parameters, by index, with their address
+        self._sparse = sparse_parameters(registry)
+        self._flat_parameters: dict[int, tuple[int, torch.Tensor]] = {}  # parameters, by index, with their address
         self._grads: dict[int, torch.Tensor | None] = {}
 
     def clear(self) -> None:
@@ -35,7 +35,7 @@ class FlatParameters:
         """The gradients of this step as vectors, in the order in which their parameters lie in memory."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                index = self.roster.index[id(parameter)]
+                index = self.registry.index[id(parameter)]
                 if index in self._tables:
                     self._grads[index] = self._tables[index].gradient()
                     continue
@@ -43,9 +43,9 @@ class FlatParameters:
                 grad = self._grads[index]
                 if grad is not None and grad.is_sparse and not supports_sparse(type(optimizer)):
                     raise HoraError(
-                        f"the gradient of {self.roster.names[index]} is sparse, which {type(optimizer).__name__} does "
-                        "not take: give this table torch.optim.SparseAdam, Adagrad or SGD, beside the other optimizer "
-                        "in job.prepare(model, [first, second])"
+                        f"the gradient of {self.registry.names[index]} is sparse, and {type(optimizer).__name__} takes "
+                        "dense ones only: give this table torch.optim.SparseAdam, Adagrad or SGD, beside the other "
+                        "optimizer in job.prepare(model, [first, second])"
                     )
 
     def _flat(self, index: int, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -55,13 +55,13 @@ class FlatParameters:
         if grad.layout is torch.sparse_coo:
             if index not in self._sparse:
                 raise HoraError(
-                    f"the gradient of {self.roster.names[index]} is sparse, and no nn.Embedding(sparse=True) has it: "
+                    f"the gradient of {self.registry.names[index]} is sparse, and no nn.Embedding(sparse=True) has it: "
                     "under ps only these have rows that travel alone"
                 )
             return grad.detach().coalesce().cpu()
         if grad.dtype != parameter.dtype or grad.shape != parameter.shape:
             raise HoraError(
-                f"the gradient of {self.roster.names[index]} is {list(grad.shape)} of {grad.dtype}, the parameter "
+                f"the gradient of {self.registry.names[index]} is {list(grad.shape)} of {grad.dtype}, the parameter "
                 f"{list(parameter.shape)} of {parameter.dtype}"
             )
         if is_dense(parameter) and grad.stride() != parameter.stride():
@@ -107,21 +107,24 @@ class FlatParameters:
         return flat if block.whole else flat[block.start : block.stop]
 
     def _vector(self, index: int) -> torch.Tensor:
-        parameter = self.roster.parameters[index]
-        known = self._flats.get(index)
+        parameter = self.registry.parameters[index]
+        known = self._flat_parameters.get(index)
         if known is None or known[0] != parameter.data_ptr():
             whole = parameter.detach()
-            known = self._flats[index] = (parameter.data_ptr(), flatten(whole) if is_dense(whole) else flat_view(whole))
+            known = self._flat_parameters[index] = (
+                parameter.data_ptr(),
+                flatten(whole) if is_dense(whole) else flat_view(whole),
+            )
         return known[1]
 
     def scatter(self) -> None:
         """Parameters with gaps in their memory were read into vectors of their own."""
-        for index, (_, flat) in self._flats.items():
-            parameter = self.roster.parameters[index]
+        for index, (_, flat) in self._flat_parameters.items():
+            parameter = self.registry.parameters[index]
             if not is_dense(parameter):
                 parameter.detach().copy_(flat.view(parameter.shape))
 
     def values(self, block: ParameterBlock) -> torch.Tensor:
         """A block's parameters as they are here."""
-        flat = flat_view(self.roster.parameters[block.index])
+        flat = flat_view(self.registry.parameters[block.index])
         return flat if block.whole else flat[block.start : block.stop]

@@ -18,13 +18,13 @@ from ...server.store import pack, unpack
 class ServerStateArchive:
     """Each server tells all of its blocks at once: they are of one moment."""
 
-    def __init__(self, roster: ParameterRegistry, client: ServerClient) -> None:
-        self.roster = roster
+    def __init__(self, registry: ParameterRegistry, client: ServerClient) -> None:
+        self.registry = registry
         self._client = client
 
     def fetch(self, parameters: dict[str, torch.Tensor]) -> optimizer_state.OptimizerStates:
         """The optimizers' state; the parameters of the same moment go into `parameters`."""
-        found: optimizer_state.OptimizerStates = [{} for _ in self.roster.optimizers]
+        found: optimizer_state.OptimizerStates = [{} for _ in self.registry.optimizers]
         told = [unpack(self._client.get_blob(link.number, "state")) for link in self._client.connections]
         for link, theirs in zip(self._client.connections, told, strict=True):
             self._assemble(link.part, theirs, parameters, found)
@@ -44,7 +44,7 @@ class ServerStateArchive:
         for block in part.blocks:
             if block.index in tables:
                 continue
-            name, parameter = self.roster.names[block.index], self.roster.parameters[block.index]
+            name, parameter = self.registry.names[block.index], self.registry.parameters[block.index]
             value = values[str(block.number)]
             if is_dense(parameter):
                 flatten(parameters[name])[block.start : block.stop].copy_(value.reshape(-1))
@@ -64,7 +64,7 @@ class ServerStateArchive:
                     mine = kept[chunk.optimizer][str(chunk.blocks[0].number)]
                     parts.setdefault((chunk.optimizer, chunk.table.index), []).append(mine)
         for (optimizer, index), theirs in parts.items():
-            found[optimizer][self.roster.names[index]] = join(theirs)
+            found[optimizer][self.registry.names[index]] = join(theirs)
 
     def put(self, kept: optimizer_state.OptimizerStates) -> None:
         """Every server gets what it keeps of these."""
@@ -72,12 +72,12 @@ class ServerStateArchive:
             blocks: list[dict[str, Any]] = [{} for _ in kept]
             for chunk in link.part.chunks:
                 for block in chunk.blocks:
-                    state = kept[chunk.optimizer].get(self.roster.names[block.index])
+                    state = kept[chunk.optimizer].get(self.registry.names[block.index])
                     if state is not None and chunk.table is not None:
                         mine = split(state, link.number, len(self._client.connections))
                         blocks[chunk.optimizer][str(block.number)] = mine
                     elif state is not None:
-                        parameter = self.roster.parameters[block.index]
+                        parameter = self.registry.parameters[block.index]
                         cut = optimizer_state.cut(state, parameter, block.start, block.stop)
                         blocks[chunk.optimizer][str(block.number)] = cut
             self._client.load_state(link.number, pack(blocks))
