@@ -366,10 +366,6 @@ class Mine(torch.optim.SGD):
         ("ps", torch.optim.Rprop, "Rprop's, which is not known"),
         ("ps", None, "is in no optimizer"),
         ("ps:backup=1", torch.optim.SGD, "backup needs a copy of the parameters that a worker has pulled"),
-            "ps:backup=1",
-            torch.optim.SGD,
-            "backup needs a copy of the parameters that a worker has pulled, and there is none of a ServerEmbedding",
-        ),
         ("ps:mode=async,correct=dc", torch.optim.SGD, "correct=dc needs a copy"),
     ],
 )
