@@ -10,10 +10,11 @@ from pathlib import Path
 import click
 import pytest
 
-from hora.cli import main, options
+from hora.cli import main
 from hora.cli.run import make_config
 from hora.launch.config import RunConfig
 from hora.runs import exit_codes
+from hora_benchmarks.bench.cli import ByteSizes
 from launching import SCRIPTS, Launcher
 
 RUN = ["run", "-n", "2"]
@@ -157,4 +158,4 @@ def test_help_and_usage_errors_do_not_import_torch(arguments: list[str]) -> None
 
 
 def test_sizes_count_in_steps_of_1024() -> None:
-    assert options.ByteSizes().convert("100, 4K,1m,2GB", None, None) == [100, 4096, 1 << 20, 2 << 30]
+    assert ByteSizes().convert("100, 4K,1m,2GB", None, None) == [100, 4096, 1 << 20, 2 << 30]

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 
-from hora.cli.options import ByteSizes, PositiveInt
+from hora.cli.options import PositiveInt
 from hora.runs import exit_codes
+
+
+class ByteSizes(click.ParamType):
+    """Sizes in bytes as 4K,64K,1M: K, M and G count in steps of 1024."""
+
+    name = "SIZES"
+    message_names_option = True
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        sizes = []
+        for part in str(value).split(","):
+            match = re.fullmatch(r"(\d+)([KMG]?)B?", part.strip().upper())
+            if match is None or int(match[1]) == 0:
+                self.fail(f"--sizes takes sizes as 4K,64K,1M, not {part.strip()!r}", param, ctx)
+            sizes.append(int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]])
+        return sizes
 
 
 @click.group()
@@ -14,21 +34,19 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("-n", "size", type=PositiveInt(), default=2, help="How many ranks, e.g. -n 4. Without it: 2.")
+@click.option("-n", "size", type=PositiveInt(), default=2, help="Number of ranks. E.g. -n 4. Default: 2.")
 @click.option(
     "--sizes",
     type=ByteSizes(),
     default="4K,64K,1M,16M,100M",
-    help="Sizes in bytes, e.g. --sizes 4K,1M. Without it: 4K,64K,1M,16M,100M.",
+    help="Sizes in bytes. E.g. --sizes 4K,1M. Default: 4K,64K,1M,16M,100M.",
 )
+@click.option("--repeats", type=PositiveInt(), default=20, help="Repeats of each. E.g. --repeats 50. Default: 20.")
+@click.option("--only", metavar="NAMES", help="Measure only these. E.g. --only auto,ring/shm,gloo.")
 @click.option(
-    "--repeats", type=PositiveInt(), default=20, help="Measurements of each, e.g. --repeats 50. Without it: 20."
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines. E.g. --json out.jsonl."
 )
-@click.option("--only", metavar="NAMES", help="Measure only these, e.g. --only auto,ring/shm,gloo.")
-@click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
-)
-@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them. E.g. --plot out.png.")
 def allreduce(
     size: int, sizes: list[int], repeats: int, only: str | None, json_path: str | None, plot_path: str | None
 ) -> int:
@@ -47,27 +65,23 @@ def allreduce(
 
 
 @bench.command()
-@click.option("-n", "size", type=PositiveInt(), default=2, help="How many ranks, e.g. -n 4. Without it: 2.")
+@click.option("-n", "size", type=PositiveInt(), default=2, help="Number of ranks. E.g. -n 4. Default: 2.")
 @click.option(
     "--model",
     type=click.Choice(["mlp", "gpt", "cnn"]),
     default="mlp",
-    help="What is trained, e.g. --model gpt. Without it: mlp.",
+    help="What is trained. E.g. --model gpt. Default: mlp.",
+)
+@click.option("--steps", type=PositiveInt(), default=5, help="Steps of each in a round. E.g. --steps 10. Default: 5.")
+@click.option("--rounds", type=PositiveInt(), default=10, help="Rounds of all in turn. E.g. --rounds 20. Default: 10.")
+@click.option("--only", metavar="NAMES", help="Measure only these. E.g. --only independent,ddp/gloo,shared.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Measure every strategy, not only the telling ones. E.g. -n 4 --all."
 )
 @click.option(
-    "--steps", type=PositiveInt(), default=5, help="Steps of each in a round, e.g. --steps 10. Without it: 5."
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines. E.g. --json out.jsonl."
 )
-@click.option(
-    "--rounds", type=PositiveInt(), default=10, help="Rounds of all in turn, e.g. --rounds 20. Without it: 10."
-)
-@click.option("--only", metavar="NAMES", help="Measure only these, e.g. --only independent,ddp/gloo,shared.")
-@click.option(
-    "--all", "everything", is_flag=True, help="Measure every strategy, not only the telling ones, e.g. -n 4 --all."
-)
-@click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
-)
-@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them. E.g. --plot out.png.")
 def train(
     size: int,
     model: str,
@@ -96,31 +110,29 @@ def train(
 
 
 @bench.command()
-@click.option("-n", "size", type=PositiveInt(), default=2, help="How many workers, e.g. -n 4. Without it: 2.")
-@click.option("--servers", type=PositiveInt(), default=1, help="How many servers, e.g. --servers 2. Without it: 1.")
+@click.option("-n", "size", type=PositiveInt(), default=2, help="Number of workers. E.g. -n 4. Default: 2.")
+@click.option("--servers", type=PositiveInt(), default=1, help="Number of servers. E.g. --servers 2. Default: 1.")
 @click.option(
     "--params",
     default="10M,100M",
     metavar="SIZES",
-    help="Numbers of parameters, e.g. --params 1M,10M. Without it: 10M,100M.",
+    help="Numbers of parameters. E.g. --params 1M,10M. Default: 10M,100M.",
 )
-@click.option(
-    "--rounds", type=PositiveInt(), default=10, help="Rounds of all in turn, e.g. --rounds 20. Without it: 10."
-)
+@click.option("--rounds", type=PositiveInt(), default=10, help="Rounds of all in turn. E.g. --rounds 20. Default: 10.")
 @click.option(
     "--optimizer",
     type=click.Choice(["sgd", "adamw"]),
     default="sgd",
-    help="What Hora's servers do, e.g. --no-peers --optimizer adamw, where they are the bottleneck. The peers do sgd.",
+    help="What Hora's servers do. E.g. --no-peers --optimizer adamw, where they are the bottleneck. The peers do sgd.",
 )
-@click.option("--no-peers", is_flag=True, help="Measure only Hora and the memory limit, e.g. -n 4 --no-peers.")
+@click.option("--no-peers", is_flag=True, help="Measure only Hora and the memory limit. E.g. -n 4 --no-peers.")
 @click.option(
     "--install-peers",
     is_flag=True,
-    help="Make an environment for each peer under ~/.cache/hora/peers and end, e.g. hora bench ps --install-peers.",
+    help="Make an environment for each peer under ~/.cache/hora/peers and end. E.g. hora bench ps --install-peers.",
 )
 @click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines. E.g. --json out.jsonl."
 )
 def ps(
     size: int,
@@ -156,11 +168,11 @@ def ps(
 
 
 @bench.command()
-@click.option("--seeds", type=PositiveInt(), default=3, help="Runs of each, e.g. --seeds 5. Without it: 3.")
+@click.option("--seeds", type=PositiveInt(), default=3, help="Runs of each. E.g. --seeds 5. Default: 3.")
 @click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines. E.g. --json out.jsonl."
 )
-@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them. E.g. --plot out.png.")
 def staleness(seeds: int, json_path: str | None, plot_path: str | None) -> int:
     """What stale gradients cost under ps:mode=async, and what the corrections win back.
 
@@ -173,23 +185,21 @@ def staleness(seeds: int, json_path: str | None, plot_path: str | None) -> int:
 
 
 @bench.command()
-@click.option("-n", "size", type=PositiveInt(), default=2, help="How many workers, e.g. -n 4. Without it: 2.")
+@click.option("-n", "size", type=PositiveInt(), default=2, help="Number of workers. E.g. -n 4. Default: 2.")
 @click.option(
     "--task",
     "tasks",
     type=click.Choice(["digits", "gpt"]),
     multiple=True,
-    help="What is learnt; may be given again, e.g. --task digits. Without it: both.",
+    help="What is learnt; may be given again. E.g. --task digits. Default: both.",
 )
+@click.option("--seeds", type=PositiveInt(), help="Models of each. E.g. --seeds 5. Default: 3 for digits, 1 for gpt.")
+@click.option("--sweep", is_flag=True, help="Try four learning rates for each strategy instead. E.g. --sweep.")
+@click.option("--quick", is_flag=True, help="64 steps and one seed: only to see that it works. E.g. --quick.")
 @click.option(
-    "--seeds", type=PositiveInt(), help="Models of each, e.g. --seeds 5. Without it: 3 for digits, 1 for gpt."
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines. E.g. --json out.jsonl."
 )
-@click.option("--sweep", is_flag=True, help="Try four learning rates for each strategy instead, e.g. --sweep.")
-@click.option("--quick", is_flag=True, help="64 steps and one seed: only to see that it works, e.g. --quick.")
-@click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
-)
-@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw the curves, e.g. --plot out.png.")
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw the curves. E.g. --plot out.png.")
 def quality(
     size: int,
     tasks: tuple[str, ...],
@@ -212,32 +222,32 @@ def quality(
 
 
 @bench.command()
-@click.option("-n", "size", type=PositiveInt(), default=4, help="How many workers, e.g. -n 2. Without it: 4.")
+@click.option("-n", "size", type=PositiveInt(), default=4, help="Number of workers. E.g. -n 2. Default: 4.")
 @click.option(
     "--rates",
     default="100mbit,1gbit",
     metavar="RATES",
-    help="How fast each worker's link is, both ways, e.g. --rates 50mbit. Without it: 100mbit,1gbit.",
+    help="How fast each worker's link is, both ways. E.g. --rates 50mbit. Default: 100mbit,1gbit.",
 )
 @click.option(
     "--model",
     type=click.Choice(["mlp", "gpt", "cnn"]),
     default="mlp",
-    help="What is trained, e.g. --model gpt. Without it: mlp.",
+    help="What is trained. E.g. --model gpt. Default: mlp.",
 )
-@click.option("--repeats", type=PositiveInt(), default=3, help="Measurements of each, e.g. --repeats 5. Without it: 3.")
+@click.option("--repeats", type=PositiveInt(), default=3, help="Repeats of each. E.g. --repeats 5. Default: 3.")
 @click.option(
     "--only",
     metavar="NAMES",
-    help='Measure only these, any strategy among them, e.g. --only "no communication,ring,diloco:every=64,wire=int8".',
+    help='Measure only these, any strategy among them. E.g. --only "no communication,ring,diloco:every=64,wire=int8".',
 )
 @click.option(
-    "--all", "everything", is_flag=True, help="Measure further strategies and options too, e.g. --rates 100mbit --all."
+    "--all", "everything", is_flag=True, help="Measure further strategies and options too. E.g. --rates 100mbit --all."
 )
 @click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines. E.g. --json out.jsonl."
 )
-@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them. E.g. --plot out.png.")
 def local(
     size: int,
     rates: str,
@@ -274,37 +284,37 @@ def local(
 
 @bench.command()
 @click.option(
-    "--hosts-sim", "num_hosts", type=PositiveInt(), default=4, help="How many hosts, e.g. --hosts-sim 2. Without it: 4."
+    "--hosts-sim", "num_hosts", type=PositiveInt(), default=4, help="Number of hosts. E.g. --hosts-sim 2. Default: 4."
 )
 @click.option(
     "--rate",
     default="1gbit",
     metavar="RATE",
-    help="How fast each host's link is, both ways, e.g. --rate 100mbit. Without it: 1gbit.",
+    help="How fast each host's link is, both ways. E.g. --rate 100mbit. Default: 1gbit.",
 )
 @click.option(
     "--sizes",
     type=ByteSizes(),
     default="25M,100M",
-    help="What is all-reduced, e.g. --sizes 1M,25M. Without it: 25M,100M.",
+    help="What is all-reduced. E.g. --sizes 1M,25M. Default: 25M,100M.",
 )
-@click.option("--rounds", type=PositiveInt(), default=7, help="Rounds of all in turn, e.g. --rounds 11. Without it: 7.")
+@click.option("--rounds", type=PositiveInt(), default=7, help="Rounds of all in turn. E.g. --rounds 11. Default: 7.")
 @click.option(
     "--parts",
     metavar="NAMES",
-    help="Only these of allreduce, train, ps and picture, e.g. --parts ps. Without it: the first three.",
+    help="Only these of allreduce, train, ps and picture. E.g. --parts ps. Default: the first three.",
 )
 @click.option(
     "--picture",
     "picture_path",
     metavar="FILE.png",
-    help="Also measure and draw the star's and the ring's time over 2 to 16 hosts, e.g. --picture star-ring.png.",
+    help="Also measure and draw the star's and the ring's time over 2 to 16 hosts. E.g. --picture star-ring.png.",
 )
-@click.option("--quick", is_flag=True, help="Little data and one round: only to see that it works, e.g. --quick.")
+@click.option("--quick", is_flag=True, help="Little data and one round: only to see that it works. E.g. --quick.")
 @click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines. E.g. --json out.jsonl."
 )
-@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them, e.g. --plot out.png.")
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Also draw them. E.g. --plot out.png.")
 def hosts(
     num_hosts: int,
     rate: str,
@@ -338,20 +348,20 @@ def hosts(
 
 
 @bench.command()
-@click.option("-n", "size", type=PositiveInt(), default=2, help="How many workers, e.g. -n 4. Without it: 2.")
+@click.option("-n", "size", type=PositiveInt(), default=2, help="Number of workers. E.g. -n 4. Default: 2.")
 @click.option(
     "--strategy",
     default="auto",
     metavar="TEXT",
-    help="How they train, e.g. --strategy local:every=8. Without it: auto.",
+    help="How they train. E.g. --strategy local:every=8. Default: auto.",
 )
-@click.option("--seconds", type=float, default=8.0, help="How long each run counts, e.g. --seconds 20. Without it: 8.")
-@click.option("--repeats", type=PositiveInt(), default=3, help="Runs of each kind, e.g. --repeats 5. Without it: 3.")
+@click.option("--seconds", type=float, default=8.0, help="How long each run counts. E.g. --seconds 20. Default: 8.")
+@click.option("--repeats", type=PositiveInt(), default=3, help="Runs of each kind. E.g. --repeats 5. Default: 3.")
 @click.option(
-    "--only", metavar="NAMES", help='Measure only these kinds besides "off", e.g. --only idle, --only "idle,json × 8".'
+    "--only", metavar="NAMES", help='Measure only these kinds besides "off". E.g. --only idle, --only "idle,json × 8".'
 )
 @click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines. E.g. --json out.jsonl."
 )
 def serve(size: int, strategy: str, seconds: float, repeats: int, only: str | None, json_path: str | None) -> int:
     """Predictions per second during and after training, and what they cost it.
@@ -373,21 +383,21 @@ def serve(size: int, strategy: str, seconds: float, repeats: int, only: str | No
 
 
 @bench.command()
-@click.option("-n", "size", type=PositiveInt(), default=2, help="How many workers, e.g. -n 4. Without it: 2.")
+@click.option("-n", "size", type=PositiveInt(), default=2, help="Number of workers. E.g. -n 4. Default: 2.")
 @click.option(
     "--model",
     type=click.Choice(["mlp", "gpt", "both"]),
     default="both",
-    help="What is trained, e.g. --model mlp. Without it: both.",
+    help="What is trained. E.g. --model mlp. Default: both.",
 )
-@click.option("--rounds", type=PositiveInt(), help="Rounds of both in turn, e.g. --rounds 60. Without it: 30, gpt 16.")
+@click.option("--rounds", type=PositiveInt(), help="Rounds of both in turn. E.g. --rounds 60. Default: 30, gpt 16.")
 @click.option(
     "--records",
     type=PositiveInt(),
-    help="How many records the watcher gets, e.g. --records 100000. Without it: 1000000.",
+    help="How many records the watcher gets. E.g. --records 100000. Default: 1000000.",
 )
 @click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines, e.g. --json out.jsonl."
+    "--json", "json_path", metavar="FILE", help="Also write the results as JSON lines. E.g. --json out.jsonl."
 )
 def observe(size: int, model: str, rounds: int | None, records: int | None, json_path: str | None) -> int:
     """What monitoring costs: samples/s with panel, dashboard, trace and the rest, and without.

@@ -14,7 +14,6 @@ import click
 from ..errors import did_you_mean
 from ..runs import exit_codes
 from . import plugins
-from .options import ByteSizes, PositiveInt
 
 COMMANDS = ("run", "serve", "explain", "bench", "demo", "runs", "show", "compare", "dashboard", "trace")
 
@@ -78,7 +77,7 @@ def _usage_message(error: click.UsageError) -> str:
         message = f"{error.param.metavar} is missing; see {where} --help"
     elif isinstance(error, click.BadParameter) and error.param is not None:
         message = error.message.rstrip(".")
-        if not isinstance(error.param.type, PositiveInt | ByteSizes):  # these name the option themselves
+        if not getattr(error.param.type, "message_names_option", False):
             what = error.param.metavar if isinstance(error.param, click.Argument) else error.param.opts[0]
             message = f"{what}: {message}"
     return f"{where}: {' '.join(message.split())}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import click
@@ -35,6 +34,7 @@ class PositiveInt(click.ParamType):
     """A whole number of at least 1."""
 
     name = "N"
+    message_names_option = True
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         text = str(value).strip()
@@ -54,20 +54,3 @@ class IntOrText(click.ParamType):
             return int(str(value))
         except ValueError:
             return str(value)
-
-
-class ByteSizes(click.ParamType):
-    """Sizes in bytes as 4K,64K,1M: K, M and G count in steps of 1024."""
-
-    name = "SIZES"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        if isinstance(value, list):
-            return value
-        sizes = []
-        for part in str(value).split(","):
-            match = re.fullmatch(r"(\d+)([KMG]?)B?", part.strip().upper())
-            if match is None or int(match[1]) == 0:
-                self.fail(f"--sizes takes sizes as 4K,64K,1M, not {part.strip()!r}", param, ctx)
-            sizes.append(int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]])
-        return sizes
