@@ -141,7 +141,7 @@ def test_data_of_another_length_is_refused(name: str) -> None:
 def test_a_selection_of_elements_that_are_not_there_is_refused(index: int) -> None:
     chosen = make_codec("topk", 0.02)
     data = torch.cat([torch.tensor([3, index], dtype=torch.int32).view(torch.uint8), torch.ones(2).view(torch.uint8)])
-    with pytest.raises(ValueError, match="names elements that a vector of 100 does not have"):
+    with pytest.raises(ValueError, match="indices outside of a vector of 100 elements"):
         chosen.decode(data, 100)
 
 
