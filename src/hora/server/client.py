@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -20,27 +19,12 @@ from ..errors import HoraError, PeerLost, Timeout
 from ..monitor import spans
 from ..monitor.spans import COMMUNICATION, TRAINING
 from ..rendezvous.context import RunContext
-from .connection import ServerConnection
+from . import messages
+from .connection import Check, ServerConnection, Targets
 from .connection_pool import ConnectionPool
 from .host_aggregation import HostAggregation, Pushed
 from .layout import BlockLayout, Chunk, ParameterBlock
-from .messages import (
-    Ack,
-    BeginStep,
-    ChunkReady,
-    DropStep,
-    EnterLoop,
-    FillParameters,
-    LeaveLoop,
-    LoadState,
-    Lookup,
-    Pull,
-    Push,
-    PutBlob,
-    RowsReply,
-    ServerMessage,
-    SynchronizedAck,
-)
+from .messages import BeginStep, ChunkReady, Push, ServerMessage
 from .rows import num_bytes, to_bytes
 from .state import Rules
 
@@ -49,11 +33,13 @@ MAX_ROWS = 1 << 20  # of a table in one batch: their numbers fit into a message
 GradientOf = Callable[[ParameterBlock], torch.Tensor | None]
 
 
-class ServerClient:
+class ServerClient(ConnectionPool):
     """One worker's client of all servers. Used on its training thread; `check` is called while it waits, and may raise.
 
     `targets(block)` is the vector into which a block's parameters are read.
     """
+
+    host_aggregation: HostAggregation | None = None
 
     def __init__(
         self,
@@ -62,18 +48,14 @@ class ServerClient:
         dtypes: Sequence[torch.dtype],
         rules: Rules,
         *,
-        check: Callable[[], None],
-        targets: Callable[[ParameterBlock], torch.Tensor],
+        check: Check,
+        targets: Targets,
     ) -> None:
-        self.layout = layout
-        self.pool = ConnectionPool(context, layout, dtypes, rules, check, self._on_ready, self._abort_aggregation)
-        self.connections = self.pool.connections
-        self.host_aggregation: HostAggregation | None = None
+        super().__init__(context, layout, dtypes, rules, check, targets)
         self.pushed_bytes = 0  # of gradients, sent or placed where a server reads them
         self.plain_bytes = 0  # what these would be without encoding
         self.lags: list[int] = []  # of the current step, by chunk
         self._rules = rules
-        self._targets = targets
         self._pushed_at = 0  # when the last push ended, for the trace
         self._num_refreshes = 0
         self._num_lookups = 0
@@ -89,17 +71,13 @@ class ServerClient:
             if chunk.table is not None:
                 self._tables.setdefault(chunk.table.index, []).append((connection, chunk))
 
-    def connect(self, entries: list[list[Any]]) -> None:
-        """Connects to all servers. Mismatch if one has built another model; `entries` describes this worker's."""
-        self.pool.connect(entries)
-
     def close(self) -> None:
         if self.host_aggregation is not None:
             self.host_aggregation.close()
             self.host_aggregation = None
-        self.pool.close()
+        super().close()
 
-    def _abort_aggregation(self, cause: PeerLost) -> None:
+    def _on_lost(self, cause: PeerLost) -> None:
         """A worker that waits for a local rank does not look at the servers."""
         if self.host_aggregation is not None:
             self.host_aggregation.abort(cause)
@@ -129,7 +107,7 @@ class ServerClient:
                     self._push_rows(connection, chunk, begin.step, gradient(chunk.blocks[0]))
                 else:
                     self._push_chunk(connection, chunk, begin.step, gradient, factors[connection.number])
-                self.pool.poll(0)
+                self.poll(0)
         if spans.on:
             self._pushed_at = spans.clock()
             sent = self.pushed_bytes - pushed_bytes
@@ -159,7 +137,7 @@ class ServerClient:
                 begin.factor, factor = aggregation.total, weight / aggregation.total if aggregation.total else 0.0
             if aggregation is not None and not aggregation.leads:
                 begin.carrier = aggregation.leader
-            self.pool.send(connection, begin)
+            self.send(connection, begin)
             factors.append(factor)
         return factors
 
@@ -231,14 +209,14 @@ class ServerClient:
         self.plain_bytes += plain_bytes + row_bytes
         if connection.shared or not any(have):
             self.pushed_bytes += plain_bytes + row_bytes
-            self.pool.send(connection, message)
+            self.send(connection, message)
             return
         if connection.codec.num_bytes(chunk, connection.codec.name) is not None:
             message.wire = connection.codec.name
             data = connection.encode(chunk, data, [b for b, has in zip(chunk.blocks, have, strict=True) if has])
             plain_bytes = len(data)
         self.pushed_bytes += plain_bytes + row_bytes
-        self.pool.send(connection, message, data, connection.socket_for(chunk))
+        self.send(connection, message, data, connection.socket_for(chunk))
 
     # -- pull ----------------------------------------------------------------------------------------------------------
 
@@ -253,7 +231,7 @@ class ServerClient:
         with self._share_errors():
             if self.host_aggregation is not None and broadcasts:
                 self._broadcast(self.host_aggregation, broadcasts)
-            self.pool.wait(lambda: not any(connection.outstanding for connection in self.connections))
+            self.wait(lambda: not any(connection.outstanding for connection in self.connections))
         if spans.on:
             spans.add(TRAINING, "pull", begin)
             spans.add(COMMUNICATION, "pull", self._pushed_at or begin)  # the answer to what was pushed
@@ -263,10 +241,10 @@ class ServerClient:
     def _broadcast(self, aggregation: HostAggregation, chunks: Sequence[Pushed]) -> None:
         """The leader's chunks to the other local ranks, in model order, which is about that of their arrival."""
         if not aggregation.leads:  # what other workers may wait for is sent before this one waits for the leader
-            self.pool.wait(lambda: not self.pool.pending)
+            self.wait(lambda: not self.pending)
         for connection, chunk in chunks:
             if aggregation.leads:
-                self.pool.wait(functools.partial(_is_read, connection, chunk))
+                self.wait(functools.partial(_is_read, connection, chunk))
             aggregation.broadcast(chunk, connection.parameters.chunk_bytes(chunk))
         numbers = {(connection.number, chunk.number) for connection, chunk in chunks}
         readies = [(connection.number, ready) for connection in self.connections for ready in connection.readies
@@ -280,7 +258,7 @@ class ServerClient:
             self._deferred.append((connection, ready))
             return
         self.lags.append(ready.lag)
-        connection.read(ready, self._targets, self.pool.check_alive)
+        connection.read(ready)
         connection.settle(ready.chunk, applied=not ready.skipped and not ready.dropped)
         connection.outstanding.discard(ready.chunk)
         connection.readies.append(ready)
@@ -298,7 +276,7 @@ class ServerClient:
             connection.outstanding = {chunk.number for chunk in connection.part.chunks}
             connection.readies.clear()
             connection.pushed_base = None
-            self.pool.send(connection, Pull(-self._num_refreshes))
+            self.send(connection, messages.Pull(-self._num_refreshes))
         return self.pull()
 
     # -- rows of a ServerEmbedding -------------------------------------------------------------------------------------
@@ -312,15 +290,15 @@ class ServerClient:
             mine = (ids % num_servers == connection.number).nonzero().view(-1)
             if len(mine):
                 connection.row_buffers[number] = _row_buffer(len(mine), chunk)
-                self.pool.send(connection, Lookup(number, chunk.number, to_bytes(ids[mine] // num_servers)))
+                self.send(connection, messages.Lookup(number, chunk.number, to_bytes(ids[mine] // num_servers)))
                 asked.append((connection, chunk, mine))
         found = _row_buffer(len(ids), self._tables[index][0][1])
         for connection, chunk, mine in asked:
-            reply = self.pool.receive(connection, RowsReply)
-            while isinstance(reply, RowsReply) and reply.number != number:
+            reply = self.receive(connection, messages.RowsReply)
+            while isinstance(reply, messages.RowsReply) and reply.number != number:
                 connection.row_buffers.pop(reply.number, None)  # of a look-up that was interrupted
-                reply = self.pool.receive(connection, RowsReply)
-            assert isinstance(reply, RowsReply)
+                reply = self.receive(connection, messages.RowsReply)
+            assert isinstance(reply, messages.RowsReply)
             found[mine] = connection.row_buffers.pop(number)
             connection.base[chunk.blocks[0].number] = reply.version
         return found
@@ -329,34 +307,34 @@ class ServerClient:
         """The gradient of a table, whose rows always go over the connection."""
         base = [connection.base[chunk.blocks[0].number]]
         if given is None:
-            self.pool.send(connection, Push(step, chunk.number, base, [False]))
+            self.send(connection, Push(step, chunk.number, base, [False]))
             return
         assert chunk.table is not None
         self.pushed_bytes += num_bytes([given])
         values = given.values().to(chunk.table.dtype).contiguous()
-        self.pool.send(connection, Push(step, chunk.number, base, None, [to_bytes(given.indices()[0])]), values)
+        self.send(connection, Push(step, chunk.number, base, None, [to_bytes(given.indices()[0])]), values)
 
     # -- outside of steps ----------------------------------------------------------------------------------------------
 
     def enter_loop(self) -> None:
-        self._send_all(EnterLoop())
+        self._send_all(messages.EnterLoop())
 
     def leave_loop(self) -> None:
-        self._send_all(LeaveLoop())
+        self._send_all(messages.LeaveLoop())
 
     def acknowledge(self, step: int) -> None:
         """This worker has read the result of a full synchronisation (`sync_every`)."""
-        self._send_all(SynchronizedAck(step))
+        self._send_all(messages.SynchronizedAck(step))
 
     def drop_step(self, step: int) -> None:
         """The current step will not take place: the servers cannot answer it, since one worker never pushed."""
         for connection in self.connections:
             connection.drop_step()
-            self.pool.send(connection, DropStep(step))
+            self.send(connection, messages.DropStep(step))
 
     def _send_all(self, message: ServerMessage) -> None:
         for connection in self.connections:
-            self.pool.send(connection, message)
+            self.send(connection, message)
 
     def fill_parameters(self, values: Callable[[ParameterBlock], torch.Tensor], step: int = 0) -> None:
         """Sets the servers' parameters, which are those of the job's `step`."""
@@ -367,7 +345,7 @@ class ServerClient:
                 for block, target in zip(chunk.blocks, connection.gradient_views[chunk.number], strict=True):
                     target.copy_(values(block))
                 payload = None if connection.shared else connection.gradients.chunk_bytes(chunk)
-                self.pool.request(connection, FillParameters(chunk.number, step), Ack, payload)
+                self.request(connection, messages.FillParameters(chunk.number, step), messages.Ack, payload)
 
     def reset_error_feedback(self) -> None:
         """Discards what encoding has lost of gradients so far."""
@@ -376,14 +354,10 @@ class ServerClient:
 
     def load_state(self, server: int, blob: bytes) -> None:
         """Replaces one server's optimizer state."""
-        self.pool.request(self.connections[server], LoadState(), Ack, blob)
+        self.request(self.connections[server], messages.LoadState(), messages.Ack, blob)
 
     def put_blob(self, server: int, what: str, blob: bytes) -> None:
-        self.pool.request(self.connections[server], PutBlob(what), Ack, blob)
-
-    def get_blob(self, server: int, what: str) -> bytes:
-        """A blob by name (see the GetBlob message); empty if there is none."""
-        return self.pool.get_blob(server, what)
+        self.request(self.connections[server], messages.PutBlob(what), messages.Ack, blob)
 
 
 def _is_read(connection: ServerConnection, chunk: Chunk) -> bool:

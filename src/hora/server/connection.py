@@ -18,6 +18,9 @@ from .rows import from_bytes
 
 CHECK_EVERY = 1000  # reads that met a write, until the worker checks that the server is alive
 
+Targets = Callable[[ParameterBlock], torch.Tensor]
+Check = Callable[[], None]
+
 
 class PartConnection:
     """One worker and one server, which holds `part` of the model: their sockets, and memory for gradients.
@@ -52,9 +55,18 @@ class PartConnection:
 
 
 class ServerConnection(PartConnection):
-    """`private`: the worker reads a copy that is its alone, so it never meets a write."""
+    """`targets(block)` is the vector into which a block is read. `check` is called while a block is being written, and
+    may raise. `private`: the worker reads a copy that is its alone, so it never meets a write."""
 
-    def __init__(self, number: int, part: ServerPart, dtypes: Sequence[torch.dtype], codec: PushCodec) -> None:
+    def __init__(
+        self,
+        number: int,
+        part: ServerPart,
+        dtypes: Sequence[torch.dtype],
+        codec: PushCodec,
+        targets: Targets,
+        check: Check,
+    ) -> None:
         super().__init__(part, dtypes, codec)
         self.number = number
         self.parameters: BlockMemory
@@ -70,6 +82,8 @@ class ServerConnection(PartConnection):
         self.residuals: dict[int, torch.Tensor] = {}  # by chunk: error feedback, what encoding has lost so far
         self._previous: dict[int, torch.Tensor | None] = {}  # the same before pushes that have not been answered
         self._parameter_views: list[list[torch.Tensor]] = []
+        self._targets = targets
+        self._check = check
 
     def use_parameters(self, memory: BlockMemory) -> None:
         self.parameters = memory
@@ -130,28 +144,22 @@ class ServerConnection(PartConnection):
     def dtype(self, chunk: Chunk) -> torch.dtype:
         return self._dtypes[chunk.blocks[0].index]
 
-    def read(
-        self,
-        ready: ChunkReady,
-        targets: Callable[[ParameterBlock], torch.Tensor],
-        check: Callable[[ServerConnection], None],
-    ) -> None:
-        """Copies a chunk's blocks into `targets(block)`. `check` is called while a block is being written, and may
-        raise if the server is gone."""
+    def read(self, ready: ChunkReady) -> None:
+        """Copies a chunk's blocks to their targets."""
         chunk = self.part.chunks[ready.chunk]
         if chunk.table is not None:  # its rows are read by look-ups
             self.base[chunk.blocks[0].number] = ready.versions[0]
             return
         rows = from_bytes(ready.rows[0]) if chunk.row_numel and ready.rows is not None else None
-        for position, (block, source) in enumerate(zip(chunk.blocks, self._parameter_views[chunk.number], strict=True)):
-            target = targets(block)
+        views = self._parameter_views[chunk.number]
+        for block, source, version in zip(chunk.blocks, views, ready.versions, strict=True):
+            target = self._targets(block)
             if self.private:
                 _copy(target, source, rows, chunk.row_numel, packed=not self.shared)
-                self.base[block.number] = ready.versions[position]
             else:
-                version = self._read_unchanged(block, target, source, rows, chunk.row_numel, check)
-                # The other rows of a sparse block may have changed since the answer.
-                self.base[block.number] = version if rows is None else ready.versions[position]
+                read = self._read_unchanged(block, target, source, rows, chunk.row_numel)
+                version = read if rows is None else version  # other rows may have changed since the answer
+            self.base[block.number] = version
 
     def _read_unchanged(
         self,
@@ -160,7 +168,6 @@ class ServerConnection(PartConnection):
         source: torch.Tensor,
         rows: torch.Tensor | None,
         row_numel: int,
-        check: Callable[[ServerConnection], None],
     ) -> int:
         """Copies until the block was not written meanwhile: its seqlock counter is even, and the same before and after.
         Returns the block's version."""
@@ -173,7 +180,7 @@ class ServerConnection(PartConnection):
                     return before // 2
             self.num_retries += 1
             if self.num_retries % CHECK_EVERY == 0:
-                check(self)
+                self._check()
             time.sleep(0)  # the server needs the core to finish
 
 

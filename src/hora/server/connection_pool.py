@@ -3,6 +3,7 @@ servers."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import logging
@@ -24,21 +25,10 @@ from ..rendezvous.context import RunContext
 from ..transport.base import NOTICE_S, SLICE_S, SLOW_S
 from ..transport.tcp import tune
 from . import messages
-from .connection import ServerConnection
+from .connection import Check, ServerConnection, Targets
 from .layout import BlockLayout
 from .loop import PURPOSE, local_address
-from .messages import (
-    BlobReply,
-    ChunkReady,
-    ExtraConnection,
-    GetBlob,
-    Refused,
-    ServerError,
-    ServerMessage,
-    Welcome,
-    WorkerBye,
-    WorkerHello,
-)
+from .messages import ChunkReady, ServerMessage
 from .push_codec import PushCodec
 from .state import Rules
 
@@ -49,9 +39,8 @@ MIN_SPAN_NS = 20_000  # shorter waits are not traced
 CAUSE_S = 0.5  # how long a lost connection waits for the coordinator's report of the cause
 
 
-class ConnectionPool:
-    """Used on one thread. `check` is called while it waits, and may raise. `on_ready` gets every ChunkReady, `on_lost`
-    is called on another thread when a server is lost."""
+class ConnectionPool(abc.ABC):
+    """Used on one thread. `check` is called while it waits, and may raise."""
 
     def __init__(
         self,
@@ -59,20 +48,18 @@ class ConnectionPool:
         layout: BlockLayout,
         dtypes: Sequence[torch.dtype],
         rules: Rules,
-        check: Callable[[], None],
-        on_ready: Callable[[ServerConnection, ChunkReady], None],
-        on_lost: Callable[[PeerLost], None],
+        check: Check,
+        targets: Targets,
     ) -> None:
-        self.connections = [
-            ServerConnection(number, part, dtypes, PushCodec(rules.wire, rules.codec, part, dtypes))
-            for number, part in enumerate(layout.parts)
-        ]
+        self.connections: list[ServerConnection] = []
+        for number, part in enumerate(layout.parts):
+            codec = PushCodec(rules.wire, rules.codec, part, dtypes)
+            check_server = functools.partial(self.check_alive, number)
+            self.connections.append(ServerConnection(number, part, dtypes, codec, targets, check_server))
         self.on_slow_wait: Callable[[], None] = lambda: None  # a wait has lasted for NOTICE_S
         self._context = context
-        self._fingerprint = layout.fingerprint
+        self.layout = layout
         self._check = check
-        self._on_ready = on_ready
-        self._on_lost = on_lost
         self._ended: dict[int, str] = {}  # lost servers, and why
         self._poller = select.poll()
         self._by_descriptor: dict[int, tuple[ServerConnection, MessageSocket]] = {}
@@ -87,6 +74,14 @@ class ConnectionPool:
                 if connection.number not in alive:
                     self._ended.setdefault(connection.number, f"server {connection.number}: it ended before it served")
 
+    @abc.abstractmethod
+    def _on_ready(self, connection: ServerConnection, ready: ChunkReady) -> None:
+        """A chunk may be read."""
+
+    @abc.abstractmethod
+    def _on_lost(self, cause: PeerLost) -> None:
+        """A server is lost. Called on another thread."""
+
     def _on_event(self, event: CoordinatorEvent) -> None:
         if event.member is None or event.kind not in ("died", "left"):
             return
@@ -100,9 +95,9 @@ class ConnectionPool:
     # -- connecting ----------------------------------------------------------------------------------------------------
 
     def connect(self, entries: list[list[Any]]) -> None:
-        """Connects to all servers. Mismatch if one has built another model; `entries` describes this worker's."""
+        """Connects to all servers. Mismatch if one has built another model; `entries` is this worker's."""
         for connection in self.connections:
-            check = functools.partial(self.check_alive, connection)
+            check = functools.partial(self.check_alive, connection.number)
             address = self._context.control.get(f"ps/{connection.number}", self._context.timeout_s, check).decode()
             host, port, passing = address.split()
             self._connect(connection, (host, int(port)), "" if passing == "-" else passing, entries)
@@ -114,12 +109,12 @@ class ConnectionPool:
         if not connection.shared:
             connection.use_gradients(connection.allocate())
         own = self._passing.address if connection.shared and self._passing else ""
-        hello = WorkerHello(self._context.rank, self._context.name, self._fingerprint, entries, own, key)
+        hello = messages.WorkerHello(self._context.rank, self._context.name, self.layout.fingerprint, entries, own, key)
         self._open(connection, address, passing).send(hello)
-        reply = self.receive(connection, Welcome, Refused)
-        if isinstance(reply, Refused):
+        reply = self.receive(connection, messages.Welcome, messages.Refused)
+        if isinstance(reply, messages.Refused):
             raise Mismatch(reply.reason)
-        assert isinstance(reply, Welcome)
+        assert isinstance(reply, messages.Welcome)
         if connection.shared:
             assert self._passing is not None
             descriptor = self._passing.fetch(reply.passing, reply.mine or reply.key)
@@ -131,8 +126,8 @@ class ConnectionPool:
         else:
             connection.use_parameters(connection.allocate())
             connection.private = True
-            for number in range(NUM_EXTRA):
-                self._open(connection, address).send(ExtraConnection(self._context.rank, number))
+            for _ in range(NUM_EXTRA):
+                self._open(connection, address).send(messages.ExtraConnection(self._context.rank))
 
     def _is_local(self, passing: str) -> bool:
         if self._passing is None:
@@ -176,7 +171,7 @@ class ConnectionPool:
         for connection in self.connections:
             if connection.sockets:
                 with contextlib.suppress(HoraError):
-                    connection.sockets[0].send(WorkerBye())
+                    connection.sockets[0].send(messages.WorkerBye())
             connection.close()
         if self._passing is not None:
             self._passing.close()
@@ -215,7 +210,7 @@ class ConnectionPool:
                 if isinstance(reply, kinds):
                     return connection.replies.pop(position)
             if not self.poll(SLICE_S * 1000):
-                self.check_alive(connection)
+                self.check_alive(connection.number)
                 if time.monotonic() > deadline:
                     raise Timeout(f"{self._context.name} has waited {self._context.timeout_s:.0f} s for "
                                   f"server {connection.number}")  # fmt: skip
@@ -223,7 +218,7 @@ class ConnectionPool:
     def get_blob(self, server: int, what: str) -> bytes:
         connection = self.connections[server]
         connection.blob = None
-        self.request(connection, GetBlob(what), BlobReply)
+        self.request(connection, messages.GetBlob(what), messages.BlobReply)
         return bytes(connection.blob or b"")
 
     @property
@@ -254,7 +249,7 @@ class ConnectionPool:
                         moved = True
                         if isinstance(message, ChunkReady):
                             self._on_ready(connection, message)
-                        elif isinstance(message, ServerError):
+                        elif isinstance(message, messages.ServerError):
                             raise HoraError(message.reason)
                         else:
                             connection.replies.append(message)
@@ -296,18 +291,18 @@ class ConnectionPool:
 
     # -- lost servers --------------------------------------------------------------------------------------------------
 
-    def check_alive(self, connection: ServerConnection) -> None:
+    def check_alive(self, server: int) -> None:
         """Raises if this server is lost, or if `check` does."""
         self._check()
-        if connection.number in self._ended:
-            raise self._lost(connection, "it was reported dead")
+        if server in self._ended:
+            raise self._lost(self.connections[server], "it was reported dead")
 
     def _lost(self, connection: ServerConnection, problem: object) -> HoraError:
         """A server is gone: the cause, if it is reported within CAUSE_S, else what was seen here."""
         for socket in connection.sockets:
             with contextlib.suppress(ConnectionClosed):
                 for message in socket.receive():  # the server may have told why
-                    if isinstance(message, ServerError):
+                    if isinstance(message, messages.ServerError):
                         return HoraError(message.reason)
         deadline = time.monotonic() + CAUSE_S
         while time.monotonic() < deadline:

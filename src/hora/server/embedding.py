@@ -1,4 +1,4 @@
-"""ServerEmbedding: a table that lives on the servers alone; a worker has the rows that its batch asks for."""
+"""ServerEmbedding: an embedding table that lives on the parameter servers; a worker holds the rows of its batch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from ..errors import HoraError
 from .embedding_table import INITS, TableSpec
+from .rows import make_sparse
 
 LookUp = Callable[[torch.Tensor], torch.Tensor]
 
@@ -22,10 +23,10 @@ class ServerEmbedding(torch.nn.Module):
     gradient. What a row is before that depends on `seed` and its id alone: `init` is normal, uniform (between −scale
     and scale) or zeros; with `scale` 1 normal is what nn.Embedding begins with.
 
-    The optimizer must have it: `rows` is its one parameter, a stand-in of one element, through which hyper-parameters,
-    names and clipping reach the table. After backward() `rows.grad` is the norm of the rows' gradient; whatever scales
-    it, as clipping and GradScaler do, scales the gradient that the next step pushes. Updates are lazy, as
-    torch.optim.SparseAdam's: a row that has no gradient in a step does not move.
+    The optimizer must have it: `rows` is its one parameter, a placeholder of one element, through which
+    hyper-parameters, names and clipping reach the table. After backward() `rows.grad` is the norm of the rows'
+    gradient; whatever scales it, as clipping and GradScaler do, scales the gradient that the next step pushes. Updates
+    are lazy, as torch.optim.SparseAdam's: a row that has no gradient in a step does not move.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class ServerEmbedding(torch.nn.Module):
         self.init, self.scale, self.seed = init, float(scale), seed
         self.rows = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
         self._look_up: LookUp | None = None
-        self._tell: Callable[[], None] | None = None
-        self._fresh: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients that this backward brought: ids, rows
-        self._gathered: torch.Tensor | None = None  # those since the last zero_grad(), sparse
-        self._norm = 0.0  # of these, as `rows.grad` was told
+        self._on_gradient: Callable[[], None] | None = None
+        self._new: list[tuple[torch.Tensor, torch.Tensor]] = []  # ids and gradients of this backward
+        self._accumulated: torch.Tensor | None = None  # sparse gradients since the last zero_grad()
+        self._norm = 0.0  # of these, as last written to `rows.grad`
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, init={self.init}, scale={self.scale:g}, seed={self.seed}"
@@ -61,32 +62,29 @@ class ServerEmbedding(torch.nn.Module):
         )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no servers."""
-        return {**self.__dict__, "_look_up": None, "_tell": None, "_fresh": [], "_gathered": None}
+        """A copy is not attached to servers."""
+        return {**self.__dict__, "_look_up": None, "_on_gradient": None, "_new": [], "_accumulated": None}
 
-    # -- in a training -------------------------------------------------------------------------------------------------
-
-    def attach(self, look_up: LookUp, tell: Callable[[], None]) -> None:
-        """From now on rows come from `look_up(ids)`, and `tell` is called inside a backward that reaches them."""
-        self._look_up, self._tell = look_up, tell
+    def attach(self, look_up: LookUp, on_gradient: Callable[[], None]) -> None:
+        """From now on rows come from `look_up(ids)`; `on_gradient` is called inside a backward that reaches them."""
+        self._look_up, self._on_gradient = look_up, on_gradient
 
     def detach(self) -> None:
-        self._look_up = self._tell = None
+        self._look_up = self._on_gradient = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self._look_up is None:
             raise HoraError("this ServerEmbedding has no servers yet: its rows are there after job.prepare(model, …)")
-        flat = self._checked(ids)
-        unique, places = flat.unique(return_inverse=True)
+        unique, places = self._checked(ids).unique(return_inverse=True)
         found = self._look_up(unique).to(self.rows.device)
         if torch.is_grad_enabled() and self.rows.requires_grad:
             found.requires_grad_()
-            found.register_post_accumulate_grad_hook(functools.partial(self._came, unique))
+            found.register_post_accumulate_grad_hook(functools.partial(self._keep_gradient, unique))
         return torch.nn.functional.embedding(places.view(ids.shape).to(found.device), found)
 
     def _checked(self, ids: torch.Tensor) -> torch.Tensor:
         if ids.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"a ServerEmbedding is asked for ids of int64 or int32, not of {ids.dtype}")
+            raise TypeError(f"ServerEmbedding takes ids of int64 or int32, not of {ids.dtype}")
         flat = ids.detach().reshape(-1).to("cpu", torch.int64)
         wrong = flat[(flat < 0) | (flat >= self.num_embeddings)]
         if len(wrong):
@@ -96,53 +94,47 @@ class ServerEmbedding(torch.nn.Module):
             )
         return flat
 
-    def _came(self, ids: torch.Tensor, leaf: torch.Tensor) -> None:
-        assert leaf.grad is not None and self._tell is not None
-        self._fresh.append((ids, leaf.grad.detach()))
-        leaf.grad = None
-        self._tell()
+    def _keep_gradient(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        assert rows.grad is not None and self._on_gradient is not None
+        self._new.append((ids, rows.grad.detach()))
+        rows.grad = None
+        self._on_gradient()
 
     def gather(self) -> None:
-        """A backward has ended: its gradients come on top of those since the last zero_grad()."""
-        fresh, self._fresh = self._fresh, []
-        if not fresh:
+        """Called after a backward: accumulates its gradients on those since the last zero_grad()."""
+        new, self._new = self._new, []
+        if not new:
             return
         before = self.gradient()
         if before is not None:
-            fresh.append((before.indices()[0], before.values()))
-        ids = torch.cat([ids for ids, _ in fresh])
-        values = torch.cat([values.cpu() for _, values in fresh])
-        self._gathered = torch.sparse_coo_tensor(
+            new.append((before.indices()[0], before.values()))
+        ids = torch.cat([ids for ids, _ in new])
+        values = torch.cat([values.cpu() for _, values in new])
+        self._accumulated = torch.sparse_coo_tensor(
             ids[None], values, (self.num_embeddings, self.embedding_dim), check_invariants=False
         ).coalesce()
-        norm = torch.linalg.vector_norm(self._gathered.values(), dtype=_wide(values.dtype)).to(self.rows.dtype)
+        wide = torch.promote_types(values.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(self._accumulated.values(), dtype=wide).to(self.rows.dtype)
         self.rows.grad = norm.to(self.rows.device).view(1)
         self._norm = float(norm)
 
     def gradient(self) -> torch.Tensor | None:
-        """What has piled up, sparse, as the user has left it: cleared, or scaled through `rows.grad`."""
-        if self.rows.grad is None or self._gathered is None:
-            self._gathered = None
+        """The accumulated sparse gradient as the user has left it: cleared, or scaled through `rows.grad`."""
+        known = self._accumulated
+        if self.rows.grad is None or known is None:
+            self._accumulated = None
             return None
         now = float(self.rows.grad)
         if now == 0 and self._norm:  # zero_grad(set_to_none=False)
-            self._gathered = None
+            self._accumulated = None
         elif now != self._norm and math.isfinite(self._norm) and self._norm:
-            known = self._gathered
-            assert known is not None
-            self._gathered = torch.sparse_coo_tensor(
-                known.indices(), known.values() * (now / self._norm), known.shape, is_coalesced=True,
-                check_invariants=False,
-            )  # fmt: skip
+            scaled = known.values() * (now / self._norm)
+            self._accumulated = make_sparse(known.indices()[0], scaled, self.num_embeddings)
             self._norm = now
-        return self._gathered
+        return self._accumulated
 
 
 def server_embeddings(models: Iterable[torch.nn.Module]) -> list[ServerEmbedding]:
     """Those in these models, each once."""
     found = {id(m): m for model in models for m in model.modules() if isinstance(m, ServerEmbedding)}
     return list(found.values())
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

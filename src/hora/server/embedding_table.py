@@ -1,11 +1,11 @@
-"""Table: the rows of a `hora.ServerEmbedding` that one server has. A row is made when its first gradient comes.
+"""EmbeddingTable: one server's rows of a `hora.ServerEmbedding`. A row is allocated at its first gradient.
 
-Row r of server s of S is the one with id r · S + s. What a row is before its first gradient depends on the seed and its
-id alone, so it is the same whatever the number of servers, and looking it up makes nothing.
+Row r of server s of S has id r · S + s. Its initial value depends on the seed and its id alone: it is the same for any
+number of servers, and looking it up allocates nothing.
 
-An update is a step of the user's own optimizer on the touched rows alone, with the state that these rows have (lazy, as
-torch.optim.SparseAdam is): momentum and decay move no row that has no gradient. What an optimizer counts, as Adam's
-`step`, it counts once for the whole table, in every step in which any worker had a gradient for it.
+An update is a step of the user's own optimizer on the touched rows only, with the state of these rows (lazy, as in
+torch.optim.SparseAdam): momentum and decay move no row without a gradient. What an optimizer counts, as Adam's `step`,
+it counts once for the whole table, in every step in which any worker had a gradient for it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-INITS = ("normal", "uniform", "zeros")
-FIRST_ROWS = 256  # room for so many, then twice as many, and so on
+from .rows import make_sparse
 
-# By exact type: they treat rows by themselves, and a fresh row's state is zero, or what Adagrad says.
+INITS = ("normal", "uniform", "zeros")
+FIRST_ROWS = 256  # the first capacity, which then doubles
+
+# By exact type: they treat rows independently, and a new row's state is zero, or what Adagrad says.
 OPTIMIZERS = (
     torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SparseAdam,
     torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
@@ -27,7 +29,7 @@ OPTIMIZERS = (
 
 @dataclasses.dataclass(frozen=True)
 class TableSpec:
-    """What all processes must agree on. `index` is that of its stand-in among the model's parameters."""
+    """What all processes must agree on. `index` is that of its placeholder among the model's parameters."""
 
     index: int
     num_rows: int
@@ -47,34 +49,34 @@ class TableSpec:
 
 
 class EmbeddingTable:
-    """`state` is what the optimizer had for the stand-in from the start, as Adagrad has. Not thread-safe."""
+    """`state` is the optimizer's initial state of the placeholder, as Adagrad has one. Not thread-safe."""
 
     def __init__(self, spec: TableSpec, server: int, state: dict[str, Any] | None = None) -> None:
         self.spec = spec
         self.server = server
-        self._first = dict(state or {})
+        self._initial_state = dict(state or {})
         self.clear()
 
     def clear(self) -> None:
-        """No row was ever touched."""
+        """Discards all rows."""
         self._slots: dict[int, int] = {}  # by row
         self._rows = torch.empty(0, self.spec.width, dtype=self.spec.dtype)
-        self._state: dict[str, torch.Tensor] = {}  # row by row, as long as `_rows`
-        self._counts: dict[str, Any] = {}  # the same for all rows
-        self._fills: dict[str, float] = {}
-        for key, value in self._first.items():
+        self._state: dict[str, torch.Tensor] = {}  # by row, as long as `_rows`
+        self._shared_state: dict[str, Any] = {}  # the same for all rows, such as step counts
+        self._fills: dict[str, float] = {}  # the initial value of a row's state
+        for key, value in self._initial_state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 self._fills[key] = float(value.reshape(-1)[0])
                 self._state[key] = torch.empty_like(self._rows)
             else:
-                self._counts[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                self._shared_state[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def __len__(self) -> int:
-        """How many rows there are: those that ever had a gradient."""
+        """The number of allocated rows: those that ever had a gradient."""
         return len(self._slots)
 
     def look_up(self, rows: torch.Tensor) -> torch.Tensor:
-        """What these rows are now. Makes none."""
+        """These rows as they are now. Allocates none."""
         slots = torch.tensor([self._slots.get(row, -1) for row in rows.tolist()], dtype=torch.int64)
         missing = (slots < 0).nonzero().view(-1)
         if len(missing) == len(slots):
@@ -85,17 +87,15 @@ class EmbeddingTable:
         return found
 
     def apply(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], gradient: torch.Tensor) -> None:
-        """One step on the rows of a sparse gradient. `group` is the optimizer's for this table, empty before and after;
-        a gradient without rows is counted too."""
+        """One step on the rows of a sparse gradient, which may have none. `group` is the optimizer's for this table,
+        empty before and after."""
         gradient = gradient.coalesce()
-        slots = self._make(gradient.indices()[0])
+        slots = self._allocate(gradient.indices()[0])
         touched = torch.nn.Parameter(self._rows[slots])
         touched.grad = gradient.values().to(touched.dtype)
         if type(optimizer) is torch.optim.SparseAdam:
-            touched.grad = torch.sparse_coo_tensor(
-                torch.arange(len(slots))[None], touched.grad, touched.shape, is_coalesced=True, check_invariants=False
-            )
-        known = {**self._counts, **{key: value[slots] for key, value in self._state.items()}}
+            touched.grad = make_sparse(torch.arange(len(slots)), touched.grad, len(slots))
+        known = {**self._shared_state, **{key: value[slots] for key, value in self._state.items()}}
         if known:
             optimizer.state[touched] = known
         group["params"] = [touched]
@@ -111,17 +111,17 @@ class EmbeddingTable:
                     self._state[key] = torch.zeros(self._rows.shape, dtype=value.dtype)
                 self._state[key][slots] = value
             else:
-                self._counts[key] = value
+                self._shared_state[key] = value
 
-    def _make(self, rows: torch.Tensor) -> torch.Tensor:
-        """Where these rows are; those that are new get a place."""
+    def _allocate(self, rows: torch.Tensor) -> torch.Tensor:
+        """The slots of these rows; new rows get one."""
         numbers = rows.tolist()
         new = [row for row in numbers if row not in self._slots]
         begin, end = len(self._slots), len(self._slots) + len(new)
         if end > len(self._rows):
-            room = max(FIRST_ROWS, 2 * len(self._rows), end)
-            self._rows = _longer(self._rows, room, 0.0)
-            self._state = {key: _longer(value, room, self._fills.get(key, 0.0)) for key, value in self._state.items()}
+            capacity = max(FIRST_ROWS, 2 * len(self._rows), end)
+            self._rows = _grow(self._rows, capacity, 0.0)
+            self._state = {key: _grow(value, capacity, self._fills.get(key, 0.0)) for key, value in self._state.items()}
         self._slots.update(zip(new, range(begin, end), strict=True))
         if new:
             self._rows[begin:end] = initial(self.spec, self._ids(torch.tensor(new)))
@@ -130,29 +130,27 @@ class EmbeddingTable:
     def _ids(self, rows: torch.Tensor) -> torch.Tensor:
         return rows * self.spec.num_servers + self.server
 
-    # -- saving --------------------------------------------------------------------------------------------------------
-
     def save(self) -> dict[str, Any]:
-        """Rows and their state by id, so that any number of servers can go on with them."""
+        """Rows and their state by id, which any number of servers can load."""
         rows = torch.tensor(list(self._slots), dtype=torch.int64)
         state = {key: value[: len(rows)] for key, value in self._state.items()}
-        return {"ids": self._ids(rows), "rows": self._rows[: len(rows)], "state": state, "counts": dict(self._counts)}
+        counts = dict(self._shared_state)
+        return {"ids": self._ids(rows), "rows": self._rows[: len(rows)], "state": state, "counts": counts}
 
     def load(self, saved: dict[str, Any]) -> None:
-        """All of it becomes what was saved, of whose ids only this server's are here."""
+        """Replaces all rows with saved ones, whose ids are all this server's."""
         self.clear()
-        rows = saved["ids"] // self.spec.num_servers
-        slots = self._make(rows)
+        slots = self._allocate(saved["ids"] // self.spec.num_servers)
         self._rows[slots] = saved["rows"]
         for key, value in saved["state"].items():
-            self._state[key] = _longer(value[:0], len(self._rows), self._fills.get(key, 0.0))
+            self._state[key] = _grow(value[:0], len(self._rows), self._fills.get(key, 0.0))
             self._state[key][slots] = value
         for key, value in saved["counts"].items():
-            self._counts[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            self._shared_state[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def join(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What several servers have saved of one table, as one."""
+    """One table from what several servers have saved of it."""
     keys = sorted({key for part in parts for key in part["state"]})
     return {
         "ids": torch.cat([part["ids"] for part in parts]),
@@ -163,28 +161,28 @@ def join(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def split(saved: dict[str, Any], server: int, num_servers: int) -> dict[str, Any]:
-    """What one server gets of it."""
+    """One server's part of a saved table."""
     mine = (saved["ids"] % num_servers == server).nonzero().view(-1)
     state = {key: value[mine] for key, value in saved["state"].items()}
     return {"ids": saved["ids"][mine], "rows": saved["rows"][mine], "state": state, "counts": saved["counts"]}
 
 
-def _longer(tensor: torch.Tensor, length: int, fill: float) -> torch.Tensor:
+def _grow(tensor: torch.Tensor, length: int, fill: float) -> torch.Tensor:
     longer = torch.full((length, tensor.shape[1]), fill, dtype=tensor.dtype)
     longer[: len(tensor)] = tensor
     return longer
 
 
-# -- what rows are before they are trained -----------------------------------------------------------------------------
+# -- initial values ----------------------------------------------------------------------------------------------------
 
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number
 _MULTIPLIERS = (-4658895280553007687, -7723592293110705685)
 
 
 def initial(spec: TableSpec, ids: torch.Tensor) -> torch.Tensor:
-    """The rows with these ids before their first gradient, from counters, not from a stream: splitmix64 of seed, id and
-    column. `normal` adds up twelve uniform numbers of 16 bits: in whole numbers, so that the bits are the same on every
-    machine; none lies beyond six standard deviations."""
+    """The rows with these ids before their first gradient: splitmix64 of seed, id and column. `normal` sums twelve
+    uniform numbers of 16 bits, as integers, so that the bits are the same on every machine; none lies beyond six
+    standard deviations."""
     if spec.init == "zeros":
         return torch.zeros(len(ids), spec.width, dtype=spec.dtype)
     seed = _mix(torch.tensor(spec.seed, dtype=torch.int64) + _GOLDEN)
@@ -202,12 +200,12 @@ def initial(spec: TableSpec, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finaliser; whole numbers wrap around."""
+    """splitmix64's finaliser; integers wrap around."""
     x = (x ^ _shift(x, 30)) * _MULTIPLIERS[0]
     x = (x ^ _shift(x, 27)) * _MULTIPLIERS[1]
     return x ^ _shift(x, 31)
 
 
 def _shift(x: torch.Tensor, count: int) -> torch.Tensor:
-    """To the right, without the sign."""
+    """Logical shift to the right."""
     return (x >> count) & ((1 << (64 - count)) - 1) if count else x

@@ -35,18 +35,7 @@ from ..transport.tcp import tune
 from . import messages
 from .block_memory import BlockMemory
 from .layout import BlockLayout
-from .messages import (
-    ChunkReady,
-    ExtraConnection,
-    FromServer,
-    Refused,
-    ServerError,
-    ServerHello,
-    ServerMessage,
-    Welcome,
-    WorkerBye,
-    WorkerHello,
-)
+from .messages import ChunkReady, ServerMessage
 from .push_codec import PushCodec
 from .request_handler import RequestHandler
 from .state import Rules, ServerState
@@ -169,7 +158,7 @@ class ServerLoop:
         tune(sock)
         connection = self._add_socket(sock)
         connection.peer = ("server", 0)
-        connection.send(ServerHello(self._number))
+        connection.send(messages.ServerHello(self._number))
         self._servers[0] = connection
 
     def _add_socket(self, sock: socket.socket) -> MessageSocket:
@@ -281,7 +270,7 @@ class ServerLoop:
             if isinstance(problem, Mismatch):  # the others wait for a step that cannot happen
                 self._send_error(str(problem))
             with contextlib.suppress(ConnectionClosed):
-                connection.send(ServerError(f"server {self._number} refused this worker: {problem}"))
+                connection.send(messages.ServerError(f"server {self._number} refused this worker: {problem}"))
             self._close_socket(connection)
         else:
             self._watch(connection)
@@ -328,22 +317,26 @@ class ServerLoop:
             return
         role, number = connection.peer
         if role == "server":
-            if not isinstance(message, FromServer):
+            if not isinstance(message, messages.FromServer):
                 raise HoraError(f"server {number} sent a {type(message).__name__}, which servers do not send")
             self._send(self.server.handle_server(number, message))
-        elif isinstance(message, WorkerBye):
+        elif isinstance(message, messages.WorkerBye):
             self._remove_worker(number)
         elif number in self._sessions:  # else it is gone, and this came before
             self._send(self._requests.handle(self._sessions[number], connection, message))
 
     def _introduce(self, connection: MessageSocket, message: ServerMessage) -> None:
         """The first message on a connection."""
-        if isinstance(message, WorkerHello):
+        if isinstance(message, messages.WorkerHello):
             self._welcome(connection, message)
-        elif isinstance(message, ExtraConnection) and message.worker in self._sessions:
+        elif isinstance(message, messages.ExtraConnection) and message.worker in self._sessions:
             connection.peer = ("worker", message.worker)
             self._sessions[message.worker].sockets.append(connection)
-        elif isinstance(message, ServerHello) and not self._number and 0 < message.server < self._context.num_servers:
+        elif (
+            isinstance(message, messages.ServerHello)
+            and not self._number
+            and 0 < message.server < self._context.num_servers
+        ):
             connection.peer = ("server", message.server)
             self._servers[message.server] = connection
             unsent, self._unsent = self._unsent, []
@@ -351,13 +344,13 @@ class ServerLoop:
         else:
             raise HoraError(f"a connection began with a {type(message).__name__}")
 
-    def _welcome(self, connection: MessageSocket, hello: WorkerHello) -> None:
+    def _welcome(self, connection: MessageSocket, hello: messages.WorkerHello) -> None:
         worker = hello.worker
         problem = self._requests.mismatch(hello)
         if worker in self._sessions:
             problem = f"{hello.name} says that it is rank {worker}, which is here already"
         if problem:
-            connection.send(Refused(problem))
+            connection.send(messages.Refused(problem))
             return
         session = self._sessions[worker] = WorkerSession(
             worker, connection, self._part, self._dtypes, self._codec, self._number, self._max_blob_bytes
@@ -377,9 +370,9 @@ class ServerLoop:
                 self._passing.offer(mine, descriptor)
         if session.shared:
             assert self._passing is not None
-            connection.send(Welcome(self._passing.address, "parameters", mine))
+            connection.send(messages.Welcome(self._passing.address, "parameters", mine))
         else:
-            connection.send(Welcome())
+            connection.send(messages.Welcome())
 
     def _payload_buffer(self, connection: MessageSocket, message: ServerMessage, num_bytes: int) -> memoryview:
         """Where the bytes that follow a message go."""
@@ -414,7 +407,7 @@ class ServerLoop:
     def _send_error(self, reason: str) -> None:
         for session in self._sessions.values():
             with contextlib.suppress(ConnectionClosed):
-                session.sockets[0].send(ServerError(reason))
+                session.sockets[0].send(messages.ServerError(reason))
 
     # -- statistics ----------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ class ExtraConnection(ServerMessage, tag="extra"):
     """The first message on a worker's further connection, for tensors."""
 
     worker: int
-    number: int
 
 
 class BeginStep(ServerMessage, tag="begin"):
@@ -186,8 +185,6 @@ class Ack(ServerMessage, tag="done"):
 
 class BlobReply(ServerMessage, tag="blob"):
     """The blob follows; nothing if there is none."""
-
-    what: str
 
 
 class ServerError(ServerMessage, tag="trouble"):

@@ -13,26 +13,9 @@ import torch
 from ..errors import HoraError, Mismatch
 from ..monitor import spans
 from ..net.message_socket import MessageSocket
+from . import messages
 from .layout import BlockLayout
-from .messages import (
-    Ack,
-    BeginStep,
-    BlobReply,
-    DropStep,
-    EnterLoop,
-    FillParameters,
-    GetBlob,
-    LeaveLoop,
-    LoadState,
-    Lookup,
-    Pull,
-    Push,
-    PutBlob,
-    RowsReply,
-    ServerMessage,
-    SynchronizedAck,
-    WorkerHello,
-)
+from .messages import BeginStep, Push, ServerMessage
 from .rows import checked
 from .state import ServerState
 from .store import Outbox
@@ -56,7 +39,7 @@ class RequestHandler:
         self._blobs: dict[str, bytes] = {}
         self._first_begins: dict[int, tuple[int, int]] = {}  # by step in sync: who began it first, with which optimizer
 
-    def mismatch(self, hello: WorkerHello) -> str:
+    def mismatch(self, hello: messages.WorkerHello) -> str:
         """How a worker's model differs from this server's; empty if it does not."""
         number = self._server.number
         for mine, theirs in zip(self._entries, hello.entries, strict=False):
@@ -79,19 +62,21 @@ class RequestHandler:
         rank = session.rank
         if isinstance(message, Push):
             return self._push(session, message)
-        if isinstance(message, BeginStep | SynchronizedAck | DropStep | EnterLoop | LeaveLoop):
+        if isinstance(
+            message, BeginStep | messages.SynchronizedAck | messages.DropStep | messages.EnterLoop | messages.LeaveLoop
+        ):
             if isinstance(message, BeginStep):
                 self._check_begin(rank, message)
             return self._server.handle(rank, message)
-        if isinstance(message, Pull):
+        if isinstance(message, messages.Pull):
             return self._server.refresh(rank, message.number)
-        if isinstance(message, Lookup):
+        if isinstance(message, messages.Lookup):
             socket.send(*self._look_up(message))
-        elif isinstance(message, GetBlob):
-            socket.send(BlobReply(message.what), self._blob(rank, message.what))
-        elif isinstance(message, FillParameters | LoadState | PutBlob):
+        elif isinstance(message, messages.GetBlob):
+            socket.send(messages.BlobReply(), self._blob(rank, message.what))
+        elif isinstance(message, messages.FillParameters | messages.LoadState | messages.PutBlob):
             self._write(session, message)
-            socket.send(Ack())
+            socket.send(messages.Ack())
         else:
             raise HoraError(f"rank {rank} sent a {type(message).__name__}, which workers do not send")
         return []
@@ -101,11 +86,8 @@ class RequestHandler:
         chunk = self._part.chunks[push.chunk]
         if any(base > version for base, version in zip(push.base, self._store.versions(chunk), strict=True)):
             raise HoraError(f"rank {session.rank} pushes a gradient for versions {push.base} that were never written")
-        began = spans.clock() if spans.on else 0
-        out = self._server.handle(session.rank, push, gradients)
-        if spans.on:
-            spans.add(spans.SERVER, "gradient", began, blocks=chunk.block_numbers, worker=session.rank, step=push.step)
-        return out
+        with spans.during(spans.SERVER, "gradient", blocks=chunk.block_numbers, worker=session.rank, step=push.step):
+            return self._server.handle(session.rank, push, gradients)
 
     def _check_begin(self, rank: int, begin: BeginStep) -> None:
         """HoraError for what would end the server, or spoil the parameters."""
@@ -130,15 +112,17 @@ class RequestHandler:
                 "every worker must step the same optimizers in the same order"
             )
 
-    def _write(self, session: WorkerSession, message: FillParameters | LoadState | PutBlob) -> None:
+    def _write(
+        self, session: WorkerSession, message: messages.FillParameters | messages.LoadState | messages.PutBlob
+    ) -> None:
         rank = session.rank
-        if isinstance(message, PutBlob):
+        if isinstance(message, messages.PutBlob):
             if message.what not in self._blobs and len(self._blobs) >= MAX_BLOBS:
                 raise HoraError(f"rank {rank} puts more than {MAX_BLOBS} blobs")
             self._blobs[message.what] = bytes(session.blob)
         elif rank:
             raise HoraError(f"rank {rank} sent a {type(message).__name__}, which only rank 0 may send")
-        elif isinstance(message, FillParameters):
+        elif isinstance(message, messages.FillParameters):
             values = session.parameters_of(message)
             self._store.fill(self._part.chunks[message.chunk], values, max(0, message.step))
         else:
@@ -147,13 +131,13 @@ class RequestHandler:
             except Exception as problem:
                 raise HoraError(f"rank {rank} sent optimizer state that cannot be read: {problem}") from None
 
-    def _look_up(self, asked: Lookup) -> tuple[RowsReply, torch.Tensor]:
+    def _look_up(self, asked: messages.Lookup) -> tuple[messages.RowsReply, torch.Tensor]:
         if not 0 <= asked.chunk < len(self._part.chunks) or self._part.chunks[asked.chunk].table is None:
             raise HoraError(f"look-up in chunk {asked.chunk}, which is not a ServerEmbedding's")
         chunk = self._part.chunks[asked.chunk]
         assert chunk.table is not None
         version, rows = self._store.look_up(chunk, checked(asked.rows, chunk.table.rows_on(self._server.number)))
-        return RowsReply(asked.number, version), rows
+        return messages.RowsReply(asked.number, version), rows
 
     def _blob(self, rank: int, what: str) -> bytes:
         if what == "state":

@@ -30,20 +30,9 @@ import torch
 from ..compression.codec import Codec, make_codec
 from ..monitor import spans
 from ..parameters.hyperparameters import Hyper
+from . import messages
 from .layout import Chunk
-from .messages import (
-    BeginStep,
-    ChunkReady,
-    DropStep,
-    EnterLoop,
-    FromServer,
-    LeaveLoop,
-    Push,
-    ServerMessage,
-    SynchronizeAt,
-    SynchronizedAck,
-    WorkerEntered,
-)
+from .messages import BeginStep, ChunkReady, Push, ServerMessage
 from .rows import compensate_delay, num_bytes
 from .store import Gradient, Outbox, ParameterStore
 from .synchronous_steps import SynchronousSteps
@@ -185,17 +174,17 @@ class ServerState:
         state = self._workers.get(worker)
         if state is None:
             return []  # it is gone
-        if isinstance(message, SynchronizedAck):
+        if isinstance(message, messages.SynchronizedAck):
             if message.step >= self._unread.get(worker, message.step):
                 self._unread.pop(worker, None)
             return self._release()
-        if isinstance(message, LeaveLoop):
+        if isinstance(message, messages.LeaveLoop):
             state.in_loop = state.training = False
             self._unread.pop(worker, None)
             return self._sync.leave_loop() if self.rules.mode == "sync" else self._release()
-        if isinstance(message, EnterLoop):
+        if isinstance(message, messages.EnterLoop):
             return self._enter(worker)
-        if isinstance(message, DropStep):
+        if isinstance(message, messages.DropStep):
             self._drop(worker, message.step)
             return []
         assert isinstance(message, BeginStep | Push)
@@ -207,16 +196,16 @@ class ServerState:
             return out + self._begin(worker, message)
         return self._push(worker, message, gradients)
 
-    def handle_server(self, server: int, message: FromServer) -> Outbox:
+    def handle_server(self, server: int, message: messages.FromServer) -> Outbox:
         """A message of another server."""
-        if isinstance(message, WorkerEntered):
+        if isinstance(message, messages.WorkerEntered):
             state = self._workers.get(message.worker)
             if state is not None:
                 state.unplaced -= 1
                 state.start_clock = message.clock
                 self._start(state)
             return self._release()
-        if isinstance(message, SynchronizeAt):
+        if isinstance(message, messages.SynchronizeAt):
             self._synchronized = message.clock
             self._announced[message.clock] = message.workers
             return self._release()
@@ -244,7 +233,9 @@ class ServerState:
         self._record("enter", worker=worker, clock=state.clock)
         if not self.rules.counts_clocks:
             return []
-        return [(("server", other), WorkerEntered(worker, state.clock)) for other in range(1, self.num_servers)]
+        return [
+            (("server", other), messages.WorkerEntered(worker, state.clock)) for other in range(1, self.num_servers)
+        ]
 
     @staticmethod
     def _start(state: WorkerState) -> None:
@@ -335,16 +326,13 @@ class ServerState:
         lag = max(self.store.version(block) - base for block, base in zip(chunk.blocks, push.base, strict=True))
         if not begin.nonfinite:
             self.counts.lags[lag] += 1
-            self.counts.chunks += 1
             factor = begin.scale if begin.factor is None or not chunk.dense else begin.factor
             factor = factor / (1 + lag) if self.rules.correct == "scale" else factor
             scaled = gradients if factor == 1.0 else self.store.weighted_sum(chunk, [(gradients, factor)])
             if self.rules.correct == "dc" and lag:
                 scaled = self._compensate(worker, chunk, scaled)
-            began = spans.clock() if spans.on else 0
-            self.store.apply(chunk, scaled, state.hyper)
-            if spans.on:
-                spans.add(spans.SERVER, "update", began, blocks=chunk.block_numbers, worker=worker, lag=lag)
+            with spans.during(spans.SERVER, "update", blocks=chunk.block_numbers, worker=worker, lag=lag):
+                self.store.apply(chunk, scaled, state.hyper)
             self._record("apply", worker=worker, step=push.step, chunk=chunk.number, lag=lag)
         clock = state.clock + 1
         ready = ChunkReady(push.step, chunk.number, [], lag=lag, skipped=begin.nonfinite)
@@ -404,7 +392,7 @@ class ServerState:
             here = {rank: each.clock for rank, each in self._workers.items() if each.training or each.waiting}
             while here and min(here.values()) >= self._synchronized + every:
                 self._synchronized += every
-                message = SynchronizeAt(self._synchronized, list(here))
+                message = messages.SynchronizeAt(self._synchronized, list(here))
                 out += [(("server", other), message) for other in range(1, self.num_servers)]
         for clock, named in list(self._announced.items()):
             if all(rank not in self._workers or self._workers[rank].clock >= clock for rank in named):

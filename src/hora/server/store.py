@@ -37,7 +37,6 @@ class ServerCounts:
     """Totals since the server started."""
 
     updates: int = 0  # whole steps, by one gradient or one mean
-    chunks: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
     dropped: int = 0

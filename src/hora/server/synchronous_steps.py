@@ -256,12 +256,9 @@ class SynchronousSteps:
         step.applied.add(chunk.number)
         if not skipped:
             self._store.begin_step()
-            self._store.counts.chunks += 1
             self._store.counts.lags[0] += 1
-            began = spans.clock() if spans.on else 0
-            self._store.apply(chunk, mean, step.hyper[min(step.chosen)])
-            if spans.on:
-                spans.add(spans.SERVER, "update", began, blocks=chunk.block_numbers, workers=list(step.chosen))
+            with spans.during(spans.SERVER, "update", blocks=chunk.block_numbers, workers=step.chosen):
+                self._store.apply(chunk, mean, step.hyper[min(step.chosen)])
             self._record("mean", step=self.now, chunk=chunk.number, workers=list(step.chosen))
         stop = any(step.begins[w].stop for w in step.chosen)
         buffers = any(step.begins[w].buffers for w in step.chosen)

@@ -106,7 +106,7 @@ class ParameterServerSync(LocalGradients):
         )
         self._client, self._flat_parameters = self._connections.client, self._connections.flat_parameters
         if group.deadlocks is not None and self.lockstep:
-            self._client.pool.on_slow_wait = group.deadlocks.on_long_wait
+            self._client.on_slow_wait = group.deadlocks.on_long_wait
             self._step_wait = group.deadlocks.scope("servers", self._doing, lambda: self._num_pushes)
         if self.lockstep:
             self._connections.gather_local_ranks(group)
