@@ -20,7 +20,6 @@ HEAD_S = 10.0  # deadline for a request's head, from its first byte; for the fir
 TAKE_S = 10.0  # deadline for the client to take a response that no longer fits into the buffers
 KEEP_ALIVE_S = 30
 SHUTDOWN_S = 2  # for open requests at the end
-POLL_S = 0.1
 
 
 class HttpServer:
@@ -33,31 +32,23 @@ class HttpServer:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Serve until `until()`, polled every POLL_S, is true; open requests then get SHUTDOWN_S to finish."""
-        loop = asyncio.new_event_loop()  # not asyncio.run, which installs a handler for SIGINT
-        with contextlib.closing(self), contextlib.closing(loop):
-            loop.run_until_complete(self._serve(until))
-            loop.run_until_complete(_cancel_tasks())
-            loop.run_until_complete(loop.shutdown_asyncgens())
-
-    def close(self) -> None:
-        """Close the socket of a server that will not run."""
-        self._socket.close()
-
-    async def _serve(self, until: Callable[[], bool]) -> None:
+        """Serve until `until()`, polled ten times a second, is true; open requests then get SHUTDOWN_S to finish."""
         config = uvicorn.Config(
             self._app, http=_Connection, ws="none", lifespan="off", log_config=None, log_level="error",
             access_log=False, server_header=False, proxy_headers=False, limit_concurrency=MAX_CONNECTIONS,
             timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=SHUTDOWN_S,
         )  # fmt: skip
-        server = _Uvicorn(config)
-        serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
-        try:
-            while not serving.done() and not until():
-                await asyncio.wait({serving}, timeout=POLL_S)
-        finally:
-            server.should_exit = True
-            await serving
+        loop = asyncio.new_event_loop()  # not asyncio.run, which installs a handler for SIGINT
+        with contextlib.closing(self), contextlib.closing(loop):
+            try:
+                loop.run_until_complete(_Uvicorn(config, until).serve(sockets=[self._socket]))
+            finally:
+                loop.run_until_complete(_cancel_tasks())
+                loop.run_until_complete(loop.shutdown_asyncgens())
+
+    def close(self) -> None:
+        """Close the socket of a server that will not run."""
+        self._socket.close()
 
 
 @contextlib.contextmanager
@@ -77,6 +68,13 @@ def catch_signals() -> Iterator[list[int]]:
 
 
 class _Uvicorn(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, until: Callable[[], bool]) -> None:
+        super().__init__(config)
+        self._until = until
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._until()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signal handlers as they are."""

@@ -48,7 +48,7 @@ def make_app(batcher: Batcher, *, name: str, allowed_hosts: Collection[str], max
     app = Starlette(
         routes=routes,
         middleware=[Middleware(RequestGuard, allowed_hosts=allowed_hosts, max_bytes=max_bytes)],
-        exception_handlers={HttpError: _rejected, HTTPException: endpoints.not_found, Exception: _failed},
+        exception_handlers=dict.fromkeys((HttpError, HTTPException, Exception), endpoints.error),
     )
     app.router.redirect_slashes = False  # a path that is nearly right gets the list of endpoints
     return app
@@ -114,9 +114,12 @@ class _Endpoints:
         about = {"name": self._name, "ready": version is not None, "step": version.step if version else None}
         return _json({**about, "endpoints": self._paths})
 
-    async def not_found(self, request: Request, error: Exception) -> Response:
-        """An unknown path, or a method that it does not have."""
-        assert isinstance(error, HTTPException)
+    async def error(self, request: Request, error: Exception) -> Response:
+        """Starlette raises any other error than these two again after this, and the server logs it."""
+        if isinstance(error, HttpError):
+            return error_response(str(error), error.status)
+        if not isinstance(error, HTTPException):
+            return error_response(f"the predictor failed with {type(error).__name__}; see its log", 500)
         headers = dict(error.headers or {})
         if error.status_code == 405 and request.url.path == "/predict":
             host = request.headers["host"]
@@ -170,13 +173,3 @@ async def _body(request: Request) -> bytes:
 def _json(content: Any) -> Response:
     body = content if isinstance(content, bytes) else msgspec.json.encode(content)
     return Response(body, media_type="application/json")
-
-
-async def _rejected(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HttpError)
-    return error_response(str(error), error.status)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """Starlette raises the error again after this, and the server logs it."""
-    return error_response(f"the predictor failed with {type(error).__name__}; see its log", 500)

@@ -14,6 +14,7 @@ the last one: a single client does not wait for others.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -255,16 +256,12 @@ def _closing_error() -> HttpError:
 
 
 def _resolve(future: Future[Any], result: Any) -> None:
-    try:
+    with contextlib.suppress(InvalidStateError):  # cancelled, or failed by `close`, meanwhile
         future.set_result(result)
-    except InvalidStateError:  # cancelled, or failed by `close`, meanwhile
-        return
 
 
 def _fail(future: Future[Any], error: Exception) -> None:
     # Its frames refer to the future and the inputs: a cycle that would keep a large request until the next collection.
     error.__traceback__ = error.__context__ = error.__cause__ = None
-    try:
+    with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
-    except InvalidStateError:
-        return
