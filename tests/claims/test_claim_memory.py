@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from hora.launch import peak_memory
 from hora.launch.launched import launched
-from hora_benchmarks.claims import memory
+from hora_benchmarks.claims import memory, process_memory
 from hora_benchmarks.claims.claim import MAX_TEXT
 from hora_benchmarks.claims.memory import CLAIM, LOCAL, RING
 
@@ -140,7 +139,7 @@ def test_table_and_figure() -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.skipif(not peak_memory.can_watch(), reason="the kernel does not tell who pays for shared memory")
+@pytest.mark.skipif(not process_memory.can_watch(), reason="the kernel does not tell who pays for shared memory")
 def test_all_processes_of_a_run_are_seen_by_their_roles_and_needs(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
@@ -170,14 +169,18 @@ def test_all_processes_of_a_run_are_seen_by_their_roles_and_needs(tmp_path: path
     common = pathlib.Path("/dev/shm") / tmp_path.name
     try:
         common.write_bytes(bytes(40 << 20))
-        with peak_memory.Watch() as watch:
+        with process_memory.MemoryWatch() as watch:
             launched(
-                [str(script)], common, size=2, strategy="ring", hear=lambda line: "leaves" in line and not watch.stop()
+                [str(script)],
+                common,
+                size=2,
+                strategy="ring",
+                on_line=lambda line: "leaves" in line and not watch.stop(),
             )
     finally:
         common.unlink()
-    assert sorted(watch.seats) == [("worker", 0), ("worker", 1)]
-    first, second = watch.seats["worker", 0], watch.seats["worker", 1]
+    assert sorted(watch.footprints) == [("worker", 0), ("worker", 1)]
+    first, second = watch.footprints["worker", 0], watch.footprints["worker", 1]
     near = functools.partial(pytest.approx, abs=5_000_000)
     assert first.own_bytes == near(first.peak_bytes), "had most before it mapped what is shared"
     assert second.own_bytes == near(second.peak_bytes - (20 << 20)), "half of what is shared"

@@ -156,9 +156,9 @@ def test_a_run_leaves_its_result_and_a_failed_one_its_last_lines(tmp_path: pathl
         heard.append(line)
         return False
 
-    assert launched([str(script)], "word", size=2, strategy="ring", hear=hear) == [2, "word"]
+    assert launched([str(script)], "word", size=2, strategy="ring", on_line=hear) == [2, "word"]
     assert "[1] hear this\n" in heard
-    with pytest.raises(RuntimeError, match=r"ring with 1 ended well, but left no result"):
+    with pytest.raises(RuntimeError, match=r"ring with 1 ended well, but wrote no result"):
         launched([str(script)], "nothing", size=1, strategy="ring")
     with pytest.raises(RuntimeError, match=r"ring with 1 ended with exit code 1:(?s:.*)out of luck"):
         launched([str(script)], "fail", size=1, strategy="ring")

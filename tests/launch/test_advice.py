@@ -36,7 +36,7 @@ def test_copies_that_never_called_init_are_told(launcher: Launcher, tmp_path: pa
     assert done.returncode == exit_codes.OK
     assert sorted(done.stdout.splitlines()) == ["[0] ['--strategy', 'ring']", "[1] ['--strategy', 'ring']"]
     misplaced, never = done.stderr.splitlines()
-    assert misplaced.endswith(f"for hora run it comes first: hora run --strategy ring {mine}")
+    assert misplaced.endswith(f"to give it to hora run: hora run --strategy ring {mine}")
     assert never.startswith(f"hora: no rank called hora.init(), so 2 copies of {mine} ran side by side")
 
 

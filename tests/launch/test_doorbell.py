@@ -30,8 +30,8 @@ def test_a_page_that_cannot_be_started_is_said_once_and_not_tried_again(monkeypa
     monkeypatch.setattr(subprocess, "Popen", refuse)
     bell = DashboardSocket(0)
     try:
-        with pytest.raises(ValueError, match="the page cannot be started: Resource temporarily"):
-            bell.answer("x", "/tmp", "/tmp")
+        with pytest.raises(ValueError, match="the dashboard cannot be started: Resource temporarily"):
+            bell.start("x", "/tmp", "/tmp")
         assert not bell.waiting
     finally:
         bell.end()
@@ -43,9 +43,9 @@ def test_a_page_that_keeps_failing_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     try:
         for _ in range(dashboard_socket.MAX_STARTS):
             assert bell.waiting
-            bell.answer("x", "/tmp", "/tmp")
-            assert bell._page is not None
-            bell._page.wait()
+            bell.start("x", "/tmp", "/tmp")
+            assert bell._process is not None
+            bell._process.wait()
         assert not bell.waiting
     finally:
         bell.end()

@@ -17,7 +17,8 @@ import pytest
 
 from hora.launch.forkserver import interpreter
 from hora.launch.forkserver.client import ForkServer
-from hora.launch.forkserver.messages import MAX_DESCRIPTORS, ForkReply, ProcessExit, ServerReady, frame
+from hora.launch.messages import MAX_DESCRIPTORS, ProcessEnded, ProcessStarted, ServerReady
+from hora.net.framing import frame
 from hora.runs import exit_codes
 from launching import ALONE, SCRIPTS, Launcher, read_until
 
@@ -177,8 +178,8 @@ def test_the_record_has_the_peak_of_every_process(launcher: Launcher) -> None:
 
 
 def test_what_is_shown_of_the_environment_fits_the_room() -> None:
-    (name,) = interpreter.ROOM
-    assert name.startswith("HORA_") and len(interpreter.ROOM[name]) >= 4096
+    (name,) = interpreter.ENV_PLACEHOLDER
+    assert name.startswith("HORA_") and len(interpreter.ENV_PLACEHOLDER[name]) >= 4096
 
 
 class Sink:
@@ -202,15 +203,15 @@ def test_a_process_that_has_ended_before_its_start_was_answered_is_not_missed(
                 _, descriptors, _, _ = socket.recv_fds(line, 1 << 16, MAX_DESCRIPTORS)
                 for descriptor in descriptors:
                     os.close(descriptor)
-                line.sendall(frame(ForkReply(4321)) + frame(ProcessExit(4321, 7, 99)))
+                line.sendall(frame(ProcessStarted("worker", 0, 4321)) + frame(ProcessEnded("worker", 0, 7, 99)))
                 line.recv(1)
 
         server = threading.Thread(target=serve, daemon=True)
         server.start()
         forks = ForkServer({"HORA_FORKSERVER": path}, ("torch",))
-        process = forks.start(["python"], {}, b"t" * 32, Sink(), Sink())
+        process = forks.start(("worker", 0), ["python"], {}, b"t" * 32, Sink(), Sink())
         assert process.has_ended()
-        process.reap()
+        process.reap(time.monotonic())
         assert (process.pid, process.returncode, process.peak_bytes) == (4321, 7, 99)
         for pipe in process.pipes:
             os.close(pipe)

@@ -10,8 +10,9 @@ import pytest
 import hora
 from hora.launch.config import RunConfig
 from hora.launch.hosts import multi_host, ssh
-from hora.launch.hosts.host import HostSpec, deal, parse, read_file
-from hora.launch.hosts.messages import FrameReader, HostFacts, ProcessOutput, decode_agent, frame
+from hora.launch.hosts.host_spec import HostSpec, deal, parse, read_file
+from hora.launch.messages import HostFacts, ProcessOutput, decode_from_agent
+from hora.net.framing import FrameReader, frame
 from hora.runs.run_directory import versions
 from hora.strategies import parse as strategy
 
@@ -37,10 +38,10 @@ def test_hosts_are_read_as_they_are_written(text: str, hosts: list[HostSpec]) ->
         ("a,user@a", "'a' is listed twice"),
         ("a:0", "from 1 to"),
         ("a:x", "from 1 to"),
-        ("a b", "is no host"),
-        ("-oProxyCommand=evil", "is no host"),
-        ("a;rm", "is no host"),
-        ("$(id)", "is no host"),
+        ("a b", "is not a host"),
+        ("-oProxyCommand=evil", "is not a host"),
+        ("a;rm", "is not a host"),
+        ("$(id)", "is not a host"),
     ],
 )
 def test_what_is_no_host_is_refused(text: str, words: str) -> None:
@@ -112,7 +113,7 @@ def facts(**changed: str) -> HostFacts:
 
 
 def test_whoever_differs_is_named() -> None:
-    multi_host.compare(["a", "b"], [facts(), facts()])
+    multi_host.check_versions(["a", "b"], [facts(), facts()])
     for changed, words in (
         ({"torch": "1.0"}, "host b has torch 1.0, this machine"),
         ({"python": "3.1.4"}, "host b has Python 3.1, this machine"),
@@ -121,14 +122,14 @@ def test_whoever_differs_is_named() -> None:
         ({"problem": "no folder"}, "host b: no folder"),
     ):
         with pytest.raises(ValueError, match=words):
-            multi_host.compare(["a", "b"], [facts(), facts(**changed)])
+            multi_host.check_versions(["a", "b"], [facts(), facts(**changed)])
 
 
 def test_clocks_that_are_apart_are_told_and_slow_answers_are_not() -> None:
     second = 10**9
-    assert multi_host.clocks(["a"], [5 * second], 0, 9 * second) == []
-    assert "host a is 7.0 s ahead of" in multi_host.clocks(["a"], [17 * second], 9 * second, 10 * second)[0]
-    assert "host a is 5.0 s behind" in multi_host.clocks(["a"], [4 * second], 9 * second, 10 * second)[0]
+    assert multi_host.clock_notes(["a"], [5 * second], 0, 9 * second) == []
+    assert "host a is 7.0 s ahead of" in multi_host.clock_notes(["a"], [17 * second], 9 * second, 10 * second)[0]
+    assert "host a is 5.0 s behind" in multi_host.clock_notes(["a"], [4 * second], 9 * second, 10 * second)[0]
 
 
 @pytest.mark.parametrize(
@@ -151,5 +152,5 @@ def test_ssh_is_understood(said: str, words: str) -> None:
 def test_frames_are_cut_as_they_were_sent() -> None:
     sent = [ProcessOutput("worker", 1, 2, b"\0" * 1000), ProcessOutput("server", 0, 1, b"x")]
     stream, frames = b"".join(frame(message) for message in sent), FrameReader()
-    found = [decode_agent(body) for at in range(0, len(stream), 7) for body in frames.feed(stream[at : at + 7])]
+    found = [decode_from_agent(body) for at in range(0, len(stream), 7) for body in frames.feed(stream[at : at + 7])]
     assert found == sent

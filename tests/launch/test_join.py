@@ -188,7 +188,8 @@ def test_a_run_that_is_not_elastic_cannot_be_joined(launcher: Launcher, begin: S
     begin("--strategy", strategy, *servers, "member.py", "worker0=stay")
     done = launcher.run("run", "--join", "x", "member.py")
     assert refused(
-        done, f"run 'x' cannot be joined: its strategy is {strategy}, and workers may join under ps:mode=async and"
+        done,
+        f"run 'x' cannot be joined: its strategy is {strategy}, and workers may join under ps:mode=async, ",
     )
 
 

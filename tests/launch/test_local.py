@@ -162,7 +162,7 @@ def test_ctrl_c_once_ends_deaf_ranks_within_3_s(launcher: Launcher) -> None:
     _, err = process.communicate(timeout=20)
     assert time.monotonic() - started_at < 3.0
     assert process.returncode == exit_codes.INTERRUPTED
-    assert err.splitlines()[-1] == "hora: killed what did not stop by itself: rank 0, 1."
+    assert err.splitlines()[-1] == "hora: killed after the grace period: rank 0, 1."
 
 
 def test_ctrl_c_twice_ends_deaf_ranks_at_once(launcher: Launcher) -> None:
@@ -244,7 +244,7 @@ def test_a_dead_guardian_is_replaced_and_the_new_one_guards(launcher: Launcher) 
     read_until(process, "[0] ready", "[1] ready")
     assert process.stderr is not None
     os.kill(guardian_of(launcher), signal.SIGKILL)
-    assert "guardian" in process.stderr.readline()
+    assert "reaper" in process.stderr.readline()
     process.kill()
     assert launcher.wait_until_nobody(2.0) == []
     process.communicate(timeout=20)

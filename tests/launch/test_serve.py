@@ -126,7 +126,7 @@ def test_only_an_end_of_its_own_is_explained_by_an_exception() -> None:
         child: Any = SimpleNamespace(
             name="predictor", host="h", pid=1, returncode=code, how=how, exception="ValueError: old"
         )
-        assert ("ValueError: old" in outcome.silenced(child, training=True)) == explained
+        assert ("ValueError: old" in outcome.predictor_failed(child, training=True)) == explained
 
 
 def await_end_of(pids: list[int]) -> None:

@@ -78,7 +78,7 @@ def test_ctrl_c_stops_servers_too(launcher: Launcher) -> None:
 
 def test_a_server_that_does_not_end_with_the_run_is_made_to_and_that_is_no_failure(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 1, *PS, "--servers", 1, "member.py", "server=deaf", HORA_GRACE="0.03")
-    assert (done.returncode, done.stderr) == (exit_codes.OK, "hora: server 0 did not end with the run and is made to\n")
+    assert (done.returncode, done.stderr) == (exit_codes.OK, "hora: server 0 did not end with the run and is ended\n")
 
 
 # -- how many ----------------------------------------------------------------------------------------------------------

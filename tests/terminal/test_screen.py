@@ -198,7 +198,7 @@ def test_a_reader_that_leaves_stops_the_run_cleanly(launcher: Launcher) -> None:
     )
     assert done.returncode == exit_codes.OUTPUT_CLOSED
     assert [line for line in done.stderr.splitlines() if not line.startswith("[")] == [
-        "hora: nobody reads this output any more; stopping 2 ranks"
+        "hora: the reader of this output is gone; stopping 2 ranks"
     ]
 
 

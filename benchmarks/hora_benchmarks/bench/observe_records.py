@@ -24,18 +24,18 @@ def main(limits: list[int]) -> None:
     rss: dict[int, float] = {}
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="hora-bench-") as folder:
-        watcher = RunMonitor(folder, "bench", WORKERS, "ring", {}, warn=_complain, say=lambda text: None)
+        watcher = RunMonitor(folder, "bench", WORKERS, "ring", {}, warn=_complain, log=lambda text: None)
         step = 0
         for limit in sorted(limits):
             while step < limit:
                 step += ROWS
                 for rank in range(WORKERS):
-                    watcher.hear(Member("worker", rank, "a", 100 + rank), _report(step, rank))
-                while watcher.waiting > 1000:
+                    watcher.on_report(Member("worker", rank, "a", 100 + rank), _report(step, rank))
+                while watcher.num_queued > 1000:
                     time.sleep(0.001)
             rss[limit] = _rss_mb()
         seconds = time.perf_counter() - begun
-        lost = watcher.now().lost_reports
+        lost = watcher.status().lost_reports
         watcher.close({})
         disk = sum(path.stat().st_size for path in pathlib.Path(folder).iterdir()) / 1e6
     told = {"name": "memory", "rss_mb": rss, "records_per_s": max(limits) / seconds, "lost": lost, "disk_mb": disk}

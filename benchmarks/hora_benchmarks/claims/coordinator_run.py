@@ -132,7 +132,7 @@ class ObservedRun:
         config = RunConfig(command=(RANK,), module=True, size=setting.workers, strategy=strategy, progress="off")
         crew = process_set.ProcessSet(size=setting.workers, workers=setting.workers, servers=setting.servers or None)
         commands = []
-        for seat in crew.seats:
+        for seat in crew.slots:
             words = process_set.identity(config, crew, self._service.address, seat, seat[1], setting.workers)
             words |= {"HORA_RUN": folder.name, "HORA_TOKEN_FD": str(TOKEN_FD), "HORA_SCRATCH": str(folder)}
             words |= {"HORA_WATCH": "1" if setting.metrics else "off", "OMP_NUM_THREADS": "1"}

@@ -66,7 +66,7 @@ def expected(row: Row) -> dict[str, float]:
 
 
 def obstacle(quick: bool) -> str:
-    from hora.launch.peak_memory import can_watch
+    from .process_memory import can_watch
 
     if can_watch():
         return ""
@@ -95,12 +95,13 @@ def measure(quick: bool) -> list[Row]:
 def _run(row: Row, layers: int, width: int) -> dict[str, Any]:
     """What each process of one run needed, in the order of roles and ranks."""
     from hora.launch.launched import launched
-    from hora.launch.peak_memory import Watch
+
+    from .process_memory import MemoryWatch
 
     print(f"   {row['setup']}, {'a model' if width > 1 else 'without a model'}", file=sys.stderr, flush=True)
     how = "plain" if row["setup"] == "one process" else "hora"
     options = ("--servers", str(row["servers"])) if row["servers"] else ()
-    with Watch() as watch:
+    with MemoryWatch() as watch:
 
         def hear(line: str) -> bool:
             if LEAVES in line:
@@ -108,9 +109,17 @@ def _run(row: Row, layers: int, width: int) -> dict[str, Any]:
             return LEAVES in line
 
         told: dict[str, Any] = launched(
-            WORKER, layers, width, STEPS, how, size=row["workers"], strategy=row["strategy"], options=options, hear=hear
+            WORKER,
+            layers,
+            width,
+            STEPS,
+            how,
+            size=row["workers"],
+            strategy=row["strategy"],
+            options=options,
+            on_line=hear,
         )
-    seen = watch.seats
+    seen = watch.footprints
     expected_seats = row["workers"] + row["servers"]
     if len(seen) != expected_seats:
         raise RuntimeError(f"{row['setup']}: {len(seen)} processes were seen, there should be {expected_seats}")

@@ -62,7 +62,7 @@ def measure(quick: bool) -> list[Row]:
         *(QUICK if quick else FULL),
         size=STAGES,
         strategy="ring",
-        hear=hear,
+        on_line=hear,
     )
     return rows
 

@@ -124,7 +124,7 @@ def _run(strategy: str, size: int, epochs: int, slowness: int, progress: Progres
             progress(int(steps[1]), int(steps[2]))
         return steps is not None
 
-    result = launched(WORKER, epochs, slowness, size=size, strategy=strategy, hear=on_line)
+    result = launched(WORKER, epochs, slowness, size=size, strategy=strategy, on_line=on_line)
     return {**result, "strategy": strategy}
 
 

@@ -79,25 +79,21 @@ def _parameters() -> list[click.Parameter]:
 @click.command(cls=GroupedCommand, params=_parameters(), help=_HELP, epilog=_EPILOG)
 @click.pass_context
 def run(ctx: click.Context, command: tuple[str, ...], **given: Any) -> int:
-    from ..launch import joining, local
+    from ..launch.run import run as launch
 
     try:
         known = {name: value for name, value in given.items() if value not in (None, ()) and value is not False}
         config = make_config(command, known)
         if misplaced := _misplaced(ctx, command):
             click.echo(f"hora: {misplaced}", err=True)
-        if config.hosts or config.engine is not None:
-            from ..launch.hosts import multi_host, ray
-
-            return multi_host.run(config, ray.by_ray if config.engine is not None else multi_host.by_ssh)
-        return local.run(config) if config.join is None else joining.join(config)
+        return launch(config)
     except ValueError as error:
         raise click.UsageError(str(error), ctx) from None
 
 
 def make_config(command: tuple[str, ...], given: dict[str, Any]) -> RunConfig:
     """RunConfig of the options that were given, by name. Raises ValueError if one is wrong or has no effect."""
-    from ..launch.hosts import host
+    from ..launch.hosts import host_spec
 
     serving = {name.removeprefix("serve_"): given.pop(name) for name in [*given] if name.startswith("serve_")}
     given["serve"] = serve_config(given.get("serve"), command, "module" in given, **serving)
@@ -105,8 +101,8 @@ def make_config(command: tuple[str, ...], given: dict[str, Any]) -> RunConfig:
     if hosts is not None and hostfile is not None:
         raise ValueError("--hosts and --hostfile both list the hosts; leave one of them out")
     if hosts is not None or hostfile is not None:
-        listed = host.parse(hosts) if hosts is not None else host.read_file(str(hostfile))
-        given["hosts"], given["size"] = host.deal(listed, given.get("size"))
+        listed = host_spec.parse(hosts) if hosts is not None else host_spec.read_file(str(hostfile))
+        given["hosts"], given["size"] = host_spec.deal(listed, given.get("size"))
     if "strategy" in given:
         given["strategy"] = parse(given["strategy"])
     given["env"] = tuple(_variable(each) for each in given.get("env", ()))

@@ -22,7 +22,7 @@ from hora.strategies import Strategy, known
 
 from ..rendezvous.environment import COLOCATED, NAMES
 from ..runs.run_directory import NAME_PATTERN
-from .hosts.host import HostSpec
+from .hosts.host_spec import HostSpec
 
 MAX_RANKS = 1024  # processes of one run, servers included
 LOOPBACK = "127.0.0.1"

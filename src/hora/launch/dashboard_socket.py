@@ -1,8 +1,8 @@
-"""Doorbell: the page's address, open from the start of a run; the page itself is started when somebody comes.
+"""DashboardSocket: the dashboard's listening socket; the dashboard process is started at the first connection.
 
-The launcher only holds the listening socket and waits for the first connection in its own loop. Then a process of its
-own takes the socket over: nothing that a browser does can hurt the launcher, and a run that nobody looks at pays
-nothing. If the page ends, the bell is armed again.
+The launcher holds the socket from the start of the run and polls it in its own loop. A separate process then accepts
+the connections: nothing that a browser does can hurt the launcher, and a run without visitors pays nothing. If that
+process ends, the next connection starts another.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from hora.http.listening import listen_near
 from ..http.listening import DASHBOARD_PORT
 
 HOST = "127.0.0.1"
-END_S = 1.5  # for the page to show the end to those who look
-MAX_STARTS = 5  # of the page, should it fail
+END_S = 1.5  # for the dashboard to show the run's end to its visitors
+MAX_STARTS = 5  # of the process, should it fail
 
 
 class DashboardSocket:
-    """Bound from its making on; if its port is taken, to the next. ValueError where none can be had."""
+    """Listens from construction on; if its port is taken, at the next. ValueError if none is free."""
 
     def __init__(self, port: int | None) -> None:
         self._socket = listen_near(HOST, port if port is not None else DASHBOARD_PORT)
         self.port: int = self._socket.getsockname()[1]
         self.moved = bool(port) and self.port != port
-        self._page: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._num_starts = 0
 
     def fileno(self) -> int:
@@ -38,17 +38,20 @@ class DashboardSocket:
 
     @property
     def waiting(self) -> bool:
-        """Whether a connection should wake the launcher: no page is there to take it."""
-        if self._page is not None and self._page.poll() is not None:
-            self._hang_up()
-        return self._page is None and self._num_starts < MAX_STARTS
+        """Whether the launcher must poll the socket, since no process accepts its connections."""
+        if self._process is not None and self._process.poll() is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process = None
+        return self._process is None and self._num_starts < MAX_STARTS
 
-    def answer(self, run: str, directory: str, home: str) -> None:
-        """Somebody has come: the page takes over. It ends when its stdin does, so with this launcher at the latest."""
+    def start(self, run: str, directory: str, home: str) -> None:
+        """Starts the process, which ends when its stdin does, so with this launcher at the latest. ValueError if it
+        cannot be started."""
         self._num_starts += 1
         command = [sys.executable, "-m", "hora.dashboard", "--fd", str(self.fileno()), "--home", home]
         try:
-            self._page = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [*command, "--run", f"{run}={directory}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -56,25 +59,20 @@ class DashboardSocket:
                 pass_fds=[self.fileno()],
                 start_new_session=True,
             )
-        except OSError as problem:  # no process or descriptor to be had: the run does without a page
+        except OSError as problem:  # out of processes or descriptors
             self._num_starts = MAX_STARTS
-            raise ValueError(f"the page cannot be started: {problem.strerror or problem}") from None
+            raise ValueError(f"the dashboard cannot be started: {problem.strerror or problem}") from None
 
     def end(self) -> None:
-        """The run is over: the page tells whoever looks, and ends."""
-        page = self._page
-        if page is not None:
-            assert page.stdin is not None
+        """Closes the socket and ends the process, which shows the run's end to its visitors first."""
+        process = self._process
+        if process is not None:
+            assert process.stdin is not None
             with contextlib.suppress(OSError):
-                page.stdin.close()
+                process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                page.wait(END_S)
-            if page.poll() is None:
-                page.kill()
-                page.wait()
+                process.wait(END_S)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
         self._socket.close()
-
-    def _hang_up(self) -> None:
-        assert self._page is not None and self._page.stdin is not None
-        self._page.stdin.close()
-        self._page = None

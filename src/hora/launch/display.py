@@ -1,6 +1,6 @@
-"""Show: what a launch lets be seen of its run: the watcher behind it, the panel, the page's bell, the trace.
+"""RunDisplay: what a launch shows of its run: the terminal panel, the dashboard's address, the summary and the trace.
 
-A launch of workers that join another's run shows nothing itself: they report to the run that they have joined.
+A launch of workers that join another launcher's run shows nothing: they report to that run.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,16 +17,16 @@ from ..terminal.screen import Screen
 from .config import RunConfig
 from .dashboard_socket import DashboardSocket
 from .process_set import TRACE
-from .signal_pipe import SignalPipe
+from .signal_pipe import SignalPipe, Watched
 
 if TYPE_CHECKING:
-    from hora.coordinator import CoordinatorEvent, CoordinatorService, Member
+    from hora.coordinator import CoordinatorEvent, CoordinatorService
     from hora.launch.monitor import RunMonitor
 
 PANEL_S = 0.5
-LOOK_S = 1.0
+UPDATE_S = 1.0
 SLOW_START_S = 10.0
-"""After this long a start that is not over says what it waits for; a panel says it from the beginning."""
+"""After this long without a first step, a line says what the run waits for. A panel shows it from the beginning."""
 
 
 class ValueSource(Protocol):
@@ -33,135 +34,142 @@ class ValueSource(Protocol):
 
 
 class RunDisplay:
-    """Main thread only. Without a watcher it does nothing."""
+    """Main thread only. Without a monitor it does nothing."""
 
     def __init__(self) -> None:
-        self.bell: DashboardSocket | None = None
-        self.watcher: RunMonitor | None = None
+        self._dashboard: DashboardSocket | None = None
+        self._monitor: RunMonitor | None = None
         self._config: RunConfig | None = None
         self._screen: Screen | None = None
         self._name = ""
-        self._looked_at = 0.0
+        self._updated_at = 0.0
         self._summary: dict[str, Any] = {}
-        self._closed = False
+        self._panel_closed = False
         self._started_at = 0.0
-        self._told_waiting = False
+        self._slow_start_logged = False
 
     @classmethod
     def of_run(
         cls,
         config: RunConfig,
-        record: RunDirectory,
+        directory: RunDirectory,
         screen: Screen,
-        wake: SignalPipe,
+        signals: SignalPipe,
         facts: dict[str, object],
         make_folder: Callable[[str], str],
     ) -> RunDisplay:
-        """ValueError if the run's directory is another version's, or something that was asked for is not there."""
+        """ValueError if the run directory is of another version of Hora, or if a package is missing."""
         from hora.launch.monitor import RunMonitor
 
-        show = cls()
-        show._config, show._screen, show._name = config, screen, record.name
-        show.watcher = RunMonitor(
-            record.path if record.control_path is not None else None,
-            record.name,
+        display = cls()
+        display._config, display._screen, display._name = config, screen, directory.name
+        display._monitor = RunMonitor(
+            directory.path if directory.control_path is not None else None,
+            directory.name,
             config.size,
             config.strategy.spell() if config.strategy else "",
             facts,
-            warn=wake.post,
-            say=wake.post if config.progress != "off" else lambda text: None,
+            warn=signals.post,
+            log=signals.post if config.progress != "off" else lambda text: None,
             tensorboard_dir=config.tensorboard,
             make_folder=make_folder,
         )
         if config.dashboard != "off":
             try:
-                show.bell = DashboardSocket(config.dashboard if isinstance(config.dashboard, int) else None)
+                socket = DashboardSocket(config.dashboard if isinstance(config.dashboard, int) else None)
             except ValueError as problem:
-                screen.say(f"no page: {problem}; the run goes on")
-        if show.bell is not None:
-            taken = f"port {config.dashboard} is taken; " if show.bell.moved else ""
-            screen.say(f"{taken}page {show.bell.address(record.name)}")
-        return show
+                screen.say(f"no dashboard: {problem}; the run goes on without it")
+            else:
+                display._dashboard = socket
+                taken = f"port {config.dashboard} is taken; " if socket.moved else ""
+                screen.say(f"{taken}page {socket.address(directory.name)}")
+        return display
 
-    def watch(self, service: CoordinatorService) -> None:
-        """From now on the coordinator tells the watcher."""
-        assert self.watcher is not None
-        service.coordinator.observer = _CoordinatorObserver(self.watcher)
+    def observe(self, service: CoordinatorService) -> None:
+        """From now on the coordinator passes reports and events to the monitor."""
+        assert self._monitor is not None
+        service.coordinator.observer = _CoordinatorObserver(self._monitor)
 
     @property
     def due(self) -> float | None:
-        """When there is something to draw or to look up, as time.monotonic counts."""
-        return None if self.watcher is None or self._closed else self._looked_at + self._every
-
-    @property
-    def _every(self) -> float:
-        return PANEL_S if self._has_panel else LOOK_S
+        """When `tick` has something to do, in time.monotonic's time."""
+        if self._monitor is None or self._panel_closed:
+            return None
+        return self._updated_at + (PANEL_S if self._has_panel else UPDATE_S)
 
     @property
     def _has_panel(self) -> bool:
         return self._config is not None and self._config.progress == "panel"
 
-    def answer(self) -> None:
-        """Somebody has come to the page's address."""
-        assert self.bell is not None and self.watcher is not None
+    def descriptors(self) -> Watched:
+        """The dashboard's socket, while no dashboard process accepts its connections."""
+        dashboard = self._dashboard
+        if dashboard is None or not dashboard.waiting:
+            return {}
+        return {dashboard.fileno(): (select.POLLIN, self._on_connection)}
+
+    def _on_connection(self, fd: int, events: int, now: float) -> None:
+        assert self._dashboard is not None and self._monitor is not None and self._screen is not None
         try:
-            self.bell.answer(self._name, self.watcher.directory, home())
+            self._dashboard.start(self._name, self._monitor.directory, home())
         except ValueError as problem:
-            assert self._screen is not None
             self._screen.say(f"{problem}; the run goes on without it")
 
-    def tick(self, now: float, desk: ValueSource, awaited: Callable[[], str]) -> None:
-        """`awaited` says what a run waits for that has not taken a step yet."""
-        due = self.due
-        if due is None or now < due:
+    def tick(self, now: float, coordinator: ValueSource, waiting_for: Callable[[], str]) -> None:
+        """Updates panel and monitor if they are due. `waiting_for` says what a run without a first step waits for."""
+        if self.due is None or now < self.due:
             return
-        self._looked_at = now
-        assert self.watcher is not None and self._screen is not None
-        told = [desk.values(key).get(key, b"").decode(errors="replace") for key in ("strategy", "serving")]
-        starting = self.watcher.now().state == "starting"
-        waiting = awaited() if starting else ""
-        self.watcher.settle(strategy=told[0], algorithm=_algorithm(desk), serving=told[1], waiting=waiting)
+        self._updated_at = now
+        assert self._monitor is not None and self._screen is not None
+        strategy, serving = (
+            coordinator.values(key).get(key, b"").decode(errors="replace") for key in ("strategy", "serving")
+        )
+        starting = self._monitor.status().state == "starting"
+        waiting = waiting_for() if starting else ""
+        self._monitor.update(strategy=strategy, algorithm=_algorithm(coordinator), serving=serving, waiting=waiting)
         self._started_at = self._started_at or now
-        if starting and not self._has_panel and not self._told_waiting and now - self._started_at >= SLOW_START_S:
-            self._told_waiting = True
+        if self._has_panel:
+            self._draw_panel()
+        elif starting and not self._slow_start_logged and now - self._started_at >= SLOW_START_S:
+            self._slow_start_logged = True
             if waiting != "the first step":
                 self._screen.say(f"the run has waited {SLOW_START_S:g} s for {waiting}")
-        if self._has_panel:
-            from ..terminal import panel
 
-            width, height = self._screen.size()
-            address = self.bell.address(self._name) if self.bell is not None else None
-            lines = panel.render(
-                self.watcher.now(),
-                width=width,
-                height=height,
-                address=address,
-                color=self._screen.color,
-                events=self.watcher.recent,
-            )
-            self._screen.panel(lines)
+    def _draw_panel(self) -> None:
+        from ..terminal import panel
+
+        assert self._monitor is not None and self._screen is not None
+        width, height = self._screen.size()
+        lines = panel.render(
+            self._monitor.status(),
+            width=width,
+            height=height,
+            address=self._dashboard.address(self._name) if self._dashboard is not None else None,
+            color=self._screen.color,
+            events=self._monitor.recent,
+        )
+        self._screen.panel(lines)
 
     def close_panel(self) -> None:
-        self._closed = True
+        self._panel_closed = True
 
-    def end(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """The run is over; what there is to say of it."""
-        if self.watcher is not None:
-            self._summary = self.watcher.close(facts)
-            self.watcher = None
+    def end(self, end_facts: dict[str, Any]) -> dict[str, Any]:
+        """Closes the monitor; returns the run's summary."""
+        if self._monitor is not None:
+            self._summary = self._monitor.close(end_facts)
+            self._monitor = None
         return self._summary
 
-    def last_words(self, facts: dict[str, object]) -> list[str]:
+    def summary_lines(self, facts: dict[str, object]) -> list[str]:
         if self._config is None or self._config.progress == "off" or not self._summary:
             return []
         from ..runs import summary
 
-        return summary.summary_lines(
-            self._summary, single=summary.single_worker_speed(facts, summary.steps_taken(self._summary))
-        )
+        single = summary.single_worker_speed(facts, summary.steps_taken(self._summary))
+        return summary.summary_lines(self._summary, single=single)
 
-    def merge(self, scratch: str, stop: Callable[[], bool]) -> None:
-        """The trace, of the ranks' parts of it in `scratch`. It may take long; `stop` says that nobody waits for it."""
+    def merge_trace(self, scratch: str, stop: Callable[[], bool]) -> None:
+        """Merges the processes' trace files in `scratch`. It may take long; it ends early when `stop` returns True."""
         if self._config is None or self._config.trace is None:
             return
         from hora.monitor import trace
@@ -173,30 +181,26 @@ class RunDisplay:
             self._screen.say(f"no trace: {problem}")
 
     def close(self) -> None:
-        if self.watcher is not None:
-            self.watcher.close({})
-            self.watcher = None
-        if self.bell is not None:
-            self.bell.end()
-            self.bell = None
+        self.end({})
+        if self._dashboard is not None:
+            self._dashboard.end()
+            self._dashboard = None
 
 
 class _CoordinatorObserver:
-    """The coordinator's words, as the watcher takes them."""
+    """Passes what the coordinator reports to the monitor."""
 
-    def __init__(self, watcher: RunMonitor) -> None:
-        self._watcher = watcher
-
-    def on_report(self, member: Member, body: bytes) -> None:
-        self._watcher.hear(member, body)
+    def __init__(self, monitor: RunMonitor) -> None:
+        self.on_report = monitor.on_report
+        self._monitor = monitor
 
     def on_event(self, event: CoordinatorEvent) -> None:
-        self._watcher.event(event.kind, str(event.member) if event.member else "", event.text)
+        self._monitor.on_event(event.kind, str(event.member) if event.member else "", event.text)
 
 
-def _algorithm(desk: ValueSource) -> str:
+def _algorithm(coordinator: ValueSource) -> str:
     """What `auto` has chosen for the largest gradients, if it has."""
-    for table in desk.values("auto/").values():
+    for table in coordinator.values("auto/").values():
         with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
             return str(json.loads(table)["rows"][-1]["algorithm"])
     return ""

@@ -1,8 +1,8 @@
-"""Joining: more workers for a run that is going on, started and watched by a launcher of their own.
+"""Joining: more workers for a running run, started and supervised by a launcher of their own.
 
-The run is found by its name; its coordinator hands out the new workers' ranks, so that two who join never get the same.
-The children belong to this launcher alone: they carry its mark, and its end is theirs. When the run itself ends they
-notice by their lines to its coordinator.
+The run is found by its name. Its coordinator hands out the ranks, so two launchers never get the same. The processes
+belong to the joining launcher alone: they carry its own HORA_RUN and end with it. They learn of the run's end from
+their own connections to its coordinator.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import secrets
 import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -19,44 +18,38 @@ from hora.errors import HoraError
 from hora.strategies import Strategy, parse
 
 from ..runs import run_directory
-from ..runs.run_directory import RunDirectory, RunRecord
-from ..terminal.screen import Screen, make_log_dir, open_standard_descriptors
+from ..runs.run_directory import RunRecord
 from .config import RunConfig
-from .display import RunDisplay
-from .forkserver.client import ForkServer, preloaded
-from .local import conduct, facts, open_reaper
-from .process_set import ProcessSet, Seat, common_environment
-from .signal_pipe import SignalPipe
-from .supervisor import LaunchContext
+from .process import Slot
+from .process_set import ProcessSet
 
 if TYPE_CHECKING:
     from hora.coordinator import CoordinatorClient
 
-REACH_S = 3.0
-STRATEGY_S = 30.0  # how long a script may take to say which strategy it chose
+CONNECT_S = 3.0
+STRATEGY_S = 30.0  # until the script has chosen its strategy
 FORM_S = 300.0
 
 
 @contextlib.contextmanager
 def visit(found: RunRecord) -> Iterator[CoordinatorClient]:
-    """A visitor's line to a live run's coordinator; ValueError if it does not answer."""
+    """A connection to a live run's coordinator, in the role `visitor`. ValueError if it does not answer."""
     from hora.coordinator import CoordinatorClient, Member
 
     address, token = found.control()
     try:
-        line = CoordinatorClient(address, token, REACH_S)
-        line.join(Member("visitor", os.getpid(), socket.gethostname(), os.getpid()), timeout_s=REACH_S)
+        client = CoordinatorClient(address, token, CONNECT_S)
+        client.join(Member("visitor", os.getpid(), socket.gethostname(), os.getpid()), timeout_s=CONNECT_S)
     except HoraError as problem:
         raise ValueError(f"run {found.name!r} does not answer: {problem}") from None
     try:
-        yield line
+        yield client
     finally:
-        line.close()
+        client.close()
 
 
-class RemoteCoordinator:
-    """What takes the coordinator's place for a launcher whose run is another's: it hears of the children from
-    themselves, by their own lines, and by the breaking of those."""
+class JoinedCoordinator:
+    """Stands for the coordinator of another launcher's run, which learns of the workers from their own connections."""
 
     formed = True
 
@@ -75,10 +68,10 @@ class RemoteCoordinator:
     def has_ended(self) -> bool:
         return False
 
-    def missing(self) -> list[Seat]:
+    def missing(self) -> list[Slot]:
         return []
 
-    def failures(self) -> list[tuple[Seat, str]]:
+    def failures(self) -> list[tuple[Slot, str]]:
         return []
 
     def values(self, prefix: str) -> dict[str, bytes]:
@@ -87,74 +80,71 @@ class RemoteCoordinator:
     def views(self) -> str:
         return ""
 
+    def close(self) -> None:
+        pass
 
-def join(config: RunConfig) -> int:
-    """Starts `config.size` workers that join the run `config.join`; returns as `local.run` does.
 
-    ValueError if there is no such run, if it is not elastic, or if it is over.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Joining:
+    """A run with ranks reserved in it: `config` with the run's own settings, the processes to start, and `name` and
+    `directory` of the record that the joining launcher writes."""
+
+    run: RunRecord
+    config: RunConfig
+    processes: ProcessSet
+    coordinator: JoinedCoordinator
+    token: bytes
+    name: str
+    directory: str | None
+
+
+def reserve(config: RunConfig) -> Joining:
+    """Reserves `config.size` ranks in the run `config.join`.
+
+    ValueError if there is no such run, if its strategy is not elastic, or if it has ended.
     """
     assert config.join is not None
-    open_standard_descriptors()
     found = run_directory.find(config.join, config.run_dir)
     if not found.live:
         raise ValueError(f"run {found.name!r} has ended; {run_directory.live_runs()}")
     address, token = found.control()
-    with visit(found) as line:
-        strategy = _strategy_of(found, line)
+    with visit(found) as client:
+        strategy = _elastic_strategy(found, client)
         try:
-            first = line.reserve(config.size, FORM_S)
+            first = client.reserve(config.size, FORM_S)
         except HoraError as problem:
             raise ValueError(f"run {found.name!r} cannot be joined: {problem}") from None
-    begun = found.config
-    config = dataclasses.replace(
-        config,
-        join=None,
-        strategy=strategy,
-        timeout_s=begun.get("timeout_s"),
-        max_steps=begun.get("max_steps"),
-        bind=begun.get("bind", config.bind),
+    begun, suffix = found.config, f"-join-{first}"
+    return Joining(
+        run=found,
+        name=found.name + suffix,
+        directory=found.path + suffix if config.run_dir else None,
+        config=dataclasses.replace(
+            config,
+            join=None,
+            strategy=strategy,
+            timeout_s=begun.get("timeout_s"),
+            max_steps=begun.get("max_steps"),
+            bind=begun.get("bind", config.bind),
+        ),
+        processes=ProcessSet(size=int(begun["size"]), servers=begun.get("servers"), first=first, workers=config.size),
+        coordinator=JoinedCoordinator(address),
+        token=token,
     )
-    crew = ProcessSet(size=int(begun["size"]), servers=begun.get("servers"), first=first, workers=config.size)
-    run_id = secrets.token_hex(8)  # its own: each launcher ends what carries its mark, and nothing else
-    screen = Screen(size=first + config.size, color=config.color)
-    beside = f"{found.path}-join-{first}" if config.run_dir else None
-    with SignalPipe() as wake, contextlib.ExitStack() as undo:
-        forks = ForkServer(common_environment(config, crew, run_id), preloaded(config))
-        undo.callback(forks.close)
-        reaper = open_reaper(run_id, undo)
-        make_log_dir(config.log_dir)
-        record = RunDirectory(directory=beside, name=f"{found.name}-join-{first}", warn=screen.say)
-        undo.callback(record.close)
-        ranks = [rank for _, rank in crew.seats]
-        record.begin({**facts(config, run_id), "joins": found.name, "ranks": ranks})
-        stage = LaunchContext(
-            config=config,
-            crew=crew,
-            run_id=run_id,
-            token=token,
-            desk=RemoteCoordinator(address),
-            record=record,
-            screen=screen,
-            wake=wake,
-            show=RunDisplay(),
-            reaper=reaper,
-            forks=forks,
-        )
-        return conduct(stage, undo)
 
 
-def _strategy_of(found: RunRecord, line: CoordinatorClient) -> Strategy:
-    """The run's strategy, which must be one that workers may join; what its script chose, rank 0 has told."""
+def _elastic_strategy(found: RunRecord, client: CoordinatorClient) -> Strategy:
+    """The run's strategy: the command line's, else the script's, which rank 0 has put into the coordinator."""
     spelling = found.config.get("strategy")
     try:
         if spelling is None:
-            spelling = line.get("strategy", STRATEGY_S).decode()
+            spelling = client.get("strategy", STRATEGY_S).decode()
         strategy = parse(spelling)
     except (HoraError, ValueError) as problem:
-        raise ValueError(f"run {found.name!r} does not tell its strategy: {problem}") from None
+        raise ValueError(f"the strategy of run {found.name!r} is unknown: {problem}") from None
     if not strategy.elastic:
         raise ValueError(
             f"run {found.name!r} cannot be joined: its strategy is {spelling}, and workers may join under "
-            "ps:mode=async and ps:mode=ssp"
+            "ps:mode=async, ps:mode=ssp and local:via=ps,barrier=false"
         )
     return strategy

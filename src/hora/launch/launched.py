@@ -1,7 +1,7 @@
-"""One run through the real launcher, whose workers leave a result: `hora run … -m MODULE RESULT ARGUMENTS…`.
+"""`launched`: runs a worker script under `hora run` and returns the result that one of its ranks wrote.
 
-The first argument of the worker is the path of a file, into which one of its ranks writes JSON before it ends. What
-Hora keeps of the run goes into a folder that is removed afterwards.
+The command is `hora run … WORKER RESULT ARGUMENTS…`: the first argument of the worker is the path of a file into which
+one rank writes JSON. The run directory is removed afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMIT_S = 1800.0
 LEAVE_S = 10.0
 TAIL_LINES = 20
 
-Hear = Callable[[str], bool]
+LineFilter = Callable[[str], bool]
 
 
 def launched(
@@ -38,20 +38,20 @@ def launched(
     strategy: str,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
-    hear: Hear = lambda line: False,
+    on_line: LineFilter = lambda line: False,
     limit_s: float = LIMIT_S,
 ) -> Any:
-    """The result of `worker`, a script or ("-m", module), with `size` workers; one thread each.
+    """The result of `worker`, a script or ("-m", module), with `size` workers of one thread each. Blocks.
 
-    `options` are more flags of `hora run`. `hear` gets each line of output; those it returns True for are not kept for
-    the complaint. RuntimeError with the last lines if the run fails, leaves nothing, or takes longer than `limit_s`. An
-    interruption ends the run before it goes on.
+    `options` are more flags of `hora run`. `on_line` gets each line of output; it returns True for lines to be left out
+    of the error message. RuntimeError with the last lines if the run fails, writes no result, or takes longer than
+    `limit_s`. An exception, as KeyboardInterrupt, ends the run.
     """
     with tempfile.TemporaryDirectory(prefix="hora-run-", ignore_cleanup_errors=True) as folder:
         path = pathlib.Path(folder) / "result.json"
         command = [sys.executable, "-m", "hora.cli.main", "run", "-n", str(size), "--strategy", strategy, *options]
         command += ["--run-dir", f"{folder}/run", *worker, str(path), *map(str, arguments)]
-        said: list[str] = []
+        lines: list[str] = []
         with subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -62,24 +62,24 @@ def launched(
             env={"HORA_FORKSERVER": _forkserver(), **os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
         ) as launcher:
             assert launcher.stdout is not None
-            late = threading.Timer(limit_s, _end, (launcher,))
-            late.start()
+            timer = threading.Timer(limit_s, _end, (launcher,))
+            timer.start()
             begin = time.monotonic()
             try:
-                said += (line for line in launcher.stdout if not hear(line))
+                lines += (line for line in launcher.stdout if not on_line(line))
                 launcher.wait()
             except BaseException:
                 _end(launcher)
                 raise
             finally:
-                late.cancel()
+                timer.cancel()
             overdue = time.monotonic() - begin >= limit_s
-        tail = "".join(f"  {line}" for line in said[-TAIL_LINES:]).rstrip()
+        tail = "".join(f"  {line}" for line in lines[-TAIL_LINES:]).rstrip()
         if launcher.returncode:
             why = f"ended with exit code {launcher.returncode}" if not overdue else f"was ended after {limit_s:g} s"
             raise RuntimeError(f"{strategy} with {size} {why}:\n{tail}")
         if not path.exists():
-            raise RuntimeError(f"{strategy} with {size} ended well, but left no result:\n{tail}")
+            raise RuntimeError(f"{strategy} with {size} ended well, but wrote no result:\n{tail}")
         return json.loads(path.read_text())
 
 
@@ -94,7 +94,7 @@ def _forkserver() -> str:
 
 
 def _end(launcher: subprocess.Popen[str]) -> None:
-    """It ends its ranks, which takes it a moment; if it does not, its guardian does."""
+    """It ends its ranks, which takes a moment; if it does not, its reaper does."""
     launcher.terminate()
     try:
         launcher.wait(LEAVE_S)
@@ -104,15 +104,15 @@ def _end(launcher: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP, as Ctrl-C does anyway, unwind the stack, so that what was started is ended."""
+    """SIGTERM and SIGHUP raise SystemExit, so that processes started inside are ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def leave(number: int, _: object) -> None:
+    def exit(number: int, _: object) -> None:
         raise SystemExit(exit_codes.TERMINATED)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

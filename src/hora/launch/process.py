@@ -1,69 +1,138 @@
-"""Child: one rank, server or predictor as the launcher holds it, on this machine or on another."""
+"""RunProcess: one worker, server or predictor of a run, on this machine or on another host."""
 
 from __future__ import annotations
 
-import abc
+import os
 import signal
-import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from ..runs.exit_codes import SECONDARY_FAILURE
-from ..terminal.screen import RankStream, seat_name
+from ..terminal.screen import seat_name
 from ..terminal.tracebacks import exception_of, last_traceback
-from .forkserver.client import ForkedProcess
+
+READ_BYTES = 1 << 16
+MAX_PIPE_BYTES = 1 << 20
+
+Slot = tuple[str, int]  # role and rank: which process of the run
 
 
-class RunProcess(abc.ABC):
-    """`err` is its stderr as it is shown; `host` where it runs; `peak_bytes` the most memory it had, once it has ended.
-    Nothing here blocks."""
+class OutputSink(Protocol):
+    """Takes what a process writes to stdout or stderr."""
 
-    role: str
-    rank: int
-    host: str
-    err: RankStream
-    peak_bytes: int
+    def feed(self, data: bytes, now: float) -> None: ...
 
-    @property
-    @abc.abstractmethod
-    def pid(self) -> int: ...
+    def last_lines(self) -> Sequence[str]: ...
 
-    @property
-    @abc.abstractmethod
-    def returncode(self) -> int | None:
-        """As in subprocess, once `reap` was called."""
+    def close(self) -> None: ...
+
+
+class RunProcess:
+    """A process of the run. Nothing here blocks.
+
+    `pipes` are the open read ends of its stdout and stderr; empty for a process of another host, whose agent sends its
+    output. `send_signal(number, group)` goes by way of the fork server or agent that has started it and has not reaped
+    it, so a signal never reaches another process with the same pid. `exited` is called with the exit code when that is
+    known; `running` stays true until the owner has called `reap`.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        host: str,
+        out: OutputSink,
+        err: OutputSink,
+        send_signal: Callable[[int, bool], None],
+        pipes: Sequence[int] = (),
+    ) -> None:
+        self.slot = self.role, self.rank = slot
+        self.host = host
+        self.out = out
+        self.err = err
+        self.pid = 0  # on its host; 0 until the start was confirmed
+        self.returncode: int | None = None  # as in subprocess, after `reap`
+        self.peak_bytes = 0  # of memory; known when it has ended
+        self.lost = ""  # why its exit code is unknown
+        self.pipes = dict(zip(pipes, (out, err), strict=True)) if pipes else {}
+        self._code: int | None = None
+        self._send_signal = send_signal
+        for fd in pipes:
+            os.set_blocking(fd, False)
 
     @property
     def name(self) -> str:
         return seat_name(self.role, self.rank)
 
     @property
-    @abc.abstractmethod
-    def running(self) -> bool: ...
+    def running(self) -> bool:
+        return self.returncode is None
 
-    @abc.abstractmethod
+    def exited(self, code: int, peak_bytes: int = 0, lost: str = "") -> None:
+        if self._code is None:
+            self._code, self.peak_bytes, self.lost = code, peak_bytes, lost
+
     def has_ended(self) -> bool:
-        """Whether it has ended, and was not reaped yet."""
+        """Whether it has ended and `reap` was not called yet."""
+        return self.returncode is None and self._code is not None
 
-    @abc.abstractmethod
-    def reap(self) -> None:
-        """After `has_ended`: takes its exit code."""
+    def reap(self, now: float) -> None:
+        """After `has_ended`: reads what is left in its pipes and sets `returncode`."""
+        self.read_rest(now)
+        self.returncode = self._code
 
-    @abc.abstractmethod
-    def signal_main(self, number: int) -> None: ...
+    def signal(self, number: int, *, group: bool) -> None:
+        """To the process alone, or to its group."""
+        if self._code is None:
+            self._send_signal(int(number), group)
 
-    @abc.abstractmethod
-    def signal_group(self, number: int) -> None: ...
+    def read(self, fd: int, now: float) -> bool:
+        """One read of a pipe, so that a process that writes without end does not hold up the caller. True if there was
+        something. At the end of the stream the pipe is closed."""
+        try:
+            data = os.read(fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self.pipes[fd].feed(data, now)
+        else:
+            del self.pipes[fd]
+            os.close(fd)
+        return bool(data)
+
+    def read_rest(self, now: float) -> None:
+        """Reads the pipes until they are empty, at most what pipes can hold."""
+        for fd in list(self.pipes):
+            for _ in range(MAX_PIPE_BYTES // READ_BYTES):
+                if not self.read(fd, now):
+                    break
+
+    def on_readable(self, fd: int, events: int, now: float) -> None:
+        if fd in self.pipes:
+            self.read(fd, now)
+
+    def close_pipes(self) -> None:
+        for fd in self.pipes:
+            os.close(fd)
+        self.pipes = {}
+
+    def close_finished_streams(self) -> None:
+        """Closes the sinks for which no more output can come."""
+        for sink in (self.out, self.err):
+            if sink not in self.pipes.values():
+                sink.close()
 
     @property
-    def echo(self) -> bool:
+    def is_secondary_failure(self) -> bool:
+        """Whether it failed only because another process was lost."""
         return self.returncode == SECONDARY_FAILURE
 
     @property
     def how(self) -> str:
         """How it ended, as `exit code 1` or `killed by SIGKILL`."""
-        assert self.returncode is not None
-        if self.returncode >= 0:
-            return f"exit code {self.returncode}"
-        return f"killed by {signal_name(-self.returncode)}"
+        code = self.returncode
+        if self.lost or code is None:
+            return self.lost or "has not ended"
+        return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
     def traceback(self) -> list[str]:
         """The last traceback on its stderr; empty when there is none."""
@@ -72,47 +141,6 @@ class RunProcess(abc.ABC):
     @property
     def exception(self) -> str:
         return exception_of(self.traceback())
-
-
-class LocalProcess(RunProcess):
-    """On this machine."""
-
-    def __init__(self, role: str, rank: int, process: ForkedProcess, err: RankStream) -> None:
-        self.role = role
-        self.rank = rank
-        self.host = socket.gethostname()
-        self.err = err
-        self.peak_bytes = 0
-        self.process = process
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self.process.returncode
-
-    @property
-    def running(self) -> bool:
-        return self.process.returncode is None
-
-    def has_ended(self) -> bool:
-        return self.process.has_ended()
-
-    def reap(self) -> None:
-        self.process.reap()
-        self.peak_bytes = self.process.peak_bytes
-
-    def signal_main(self, number: int) -> None:
-        self.process.signal(number, group=False)
-
-    def signal_group(self, number: int) -> None:
-        self.process.signal(number, group=True)
-
-    @property
-    def how(self) -> str:
-        return self.process.lost or super().how
 
 
 def signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Identity: what tells a rank who it is in the run, and the token by which it proves that it belongs to it."""
+"""ProcessSet: the processes that one launcher starts, and the environment variables that tell each its place."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import tempfile
 from ..net.machine import num_cores
 from ..rendezvous.environment import NAMES
 from .config import LOOPBACK, RunConfig
+from .process import Slot
 
-TRACE = "trace"  # the folder of the spans within the scratch
+TRACE = "trace"  # the folder of trace files within the scratch folder
 
-OF_INTERPRETER = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1")}
-
-Seat = tuple[str, int]  # a role, and a number within it
+INTERPRETER_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessSet:
-    """Whom one launcher starts, and what they are told of the run: the workers that it began with, and its servers."""
+    """`size` is the number of workers that the run began with, `workers` how many this launcher starts."""
 
     size: int
-    servers: int | str | None = None  # a number, colocated, or not told
-    first: int = 0  # the rank of the first worker that this launcher starts
+    servers: int | str | None = None  # a number, colocated, or not given
+    first: int = 0  # rank of the first worker that this launcher starts
     workers: int
     serves: bool = False  # with a predictor
 
     @property
     def joins(self) -> bool:
+        """Whether the workers join the run of another launcher."""
         return self.first >= self.size
 
     @property
@@ -37,12 +37,12 @@ class ProcessSet:
         return self.servers if isinstance(self.servers, int) else 0
 
     @property
-    def seats(self) -> list[Seat]:
-        """The processes to start, in order. Who joins a run finds its servers there."""
+    def slots(self) -> list[Slot]:
+        """The processes to start, in order. Workers that join find the servers running."""
         servers = 0 if self.joins else self.num_servers
         workers = range(self.first, self.first + self.workers)
-        seats = [("worker", rank) for rank in workers] + [("server", rank) for rank in range(servers)]
-        return seats + [("predictor", 0)] * self.serves
+        slots = [("worker", rank) for rank in workers] + [("server", rank) for rank in range(servers)]
+        return slots + [("predictor", 0)] * self.serves
 
     @property
     def num_processes(self) -> int:
@@ -50,28 +50,28 @@ class ProcessSet:
         return self.size + self.num_servers + (self.workers if self.joins else 0)
 
 
-def common_environment(config: RunConfig, crew: ProcessSet, run_id: str) -> dict[str, str]:
-    """What all processes of the run on this machine have: our own environment, and the mark of the run.
+def common_environment(config: RunConfig, processes: ProcessSet, run_id: str) -> dict[str, str]:
+    """The variables of all processes of the run on this machine: the launcher's own, and HORA_RUN.
 
-    An inherited identity is dropped: it belongs to the run that this launcher may itself be a part of. Each process
-    gets its share of the cores unless the user set OMP_NUM_THREADS.
+    An inherited identity is dropped: it belongs to a run that this launcher may itself be a rank of. Each process gets
+    its share of the cores unless the user set OMP_NUM_THREADS.
     """
     env = {key: value for key, value in os.environ.items() if key not in NAMES} | dict(config.env)
-    return {**env, "OMP_NUM_THREADS": threads(config, crew.num_processes), **OF_INTERPRETER, "HORA_RUN": run_id}
+    return {**env, "OMP_NUM_THREADS": threads(config, processes.num_processes), **INTERPRETER_ENV, "HORA_RUN": run_id}
 
 
 def threads(config: RunConfig, num_processes: int) -> str:
-    """How many each process computes with: what the user said, or its share of the cores."""
+    """OMP_NUM_THREADS of each process: the user's, or its share of the cores."""
     given = (os.environ | dict(config.env)).get("OMP_NUM_THREADS")
     return given or str(max(1, num_cores() // num_processes))
 
 
 def environment(
-    config: RunConfig, crew: ProcessSet, run_id: str, address: tuple[str, int], scratch: str, seat: Seat
+    config: RunConfig, processes: ProcessSet, run_id: str, address: tuple[str, int], scratch: str, slot: Slot
 ) -> dict[str, str]:
-    """The environment of one rank, server or predictor on this machine. The token itself is never in here."""
-    env = common_environment(config, crew, run_id)
-    env |= identity(config, crew, address, seat, seat[1], crew.size)
+    """The environment of one process on this machine. It never contains the token."""
+    env = common_environment(config, processes, run_id)
+    env |= identity(config, processes, address, slot, slot[1], processes.size)
     env["HORA_SCRATCH"] = scratch
     if config.bind != LOOPBACK:
         env["HORA_BIND"] = config.bind
@@ -81,40 +81,33 @@ def environment(
 
 
 def identity(
-    config: RunConfig, crew: ProcessSet, address: tuple[str, int], seat: Seat, local_rank: int, local_size: int
+    config: RunConfig, processes: ProcessSet, address: tuple[str, int], slot: Slot, local_rank: int, local_size: int
 ) -> dict[str, str]:
-    """Who a process is in the run, wherever it is started: what is the same whoever starts it."""
-    role, rank = seat
-    env = {
+    """The variables that tell a process its place in the run, the same for every way of starting it."""
+    role, rank = slot
+    env: dict[str, str | None] = {
         "HORA_ROLE": role,
         "HORA_RANK": str(rank),
-        "HORA_SIZE": str(crew.size),
+        "HORA_SIZE": str(processes.size),
         "HORA_LOCAL_RANK": str(local_rank),
         "HORA_LOCAL_SIZE": str(local_size),
         "HORA_CONTROL": f"{address[0]}:{address[1]}",
+        "HORA_SERVERS": None if processes.servers is None else str(processes.servers),
+        "HORA_JOINED": "1" if processes.joins else None,
+        "HORA_STRATEGY": config.strategy.spell() if config.strategy else None,
+        "HORA_TIMEOUT_S": None if config.timeout_s is None else f"{config.timeout_s:g}",
+        "HORA_MAX_STEPS": None if config.max_steps is None else str(config.max_steps),
+        "HORA_SERVE": config.serve.to_json() if config.serve else None,
+        "HORA_WATCH": None if os.environ.get("HORA_WATCH") == "off" else "1",  # off: to measure the cost of reports
+        "HORA_PROGRESS": config.progress,
     }
-    if crew.servers is not None:
-        env["HORA_SERVERS"] = str(crew.servers)
-    if crew.joins:
-        env["HORA_JOINED"] = "1"
-    if config.strategy is not None:
-        env["HORA_STRATEGY"] = config.strategy.spell()
-    if config.timeout_s is not None:
-        env["HORA_TIMEOUT_S"] = f"{config.timeout_s:g}"
-    if config.max_steps is not None:
-        env["HORA_MAX_STEPS"] = str(config.max_steps)
-    if config.serve is not None:
-        env["HORA_SERVE"] = config.serve.to_json()
-    if os.environ.get("HORA_WATCH") != "off":  # for those who measure what watching costs
-        env["HORA_WATCH"] = "1"
-    env["HORA_PROGRESS"] = config.progress
-    return env
+    return {name: value for name, value in env.items() if value is not None}
 
 
 def token_descriptor(token: bytes) -> int:
-    """A descriptor to inherit that holds the token's bytes, to be read from its start and closed.
+    """A new descriptor that holds the token, to be inherited, read from its start and closed.
 
-    Each rank gets one of its own: a read moves the position, which all heirs of one descriptor share.
+    Each process needs its own, since processes that inherit one descriptor share its position.
     """
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("hora-token", os.MFD_CLOEXEC)

@@ -1,15 +1,14 @@
-"""Guardian: a tiny process that ends a run whose launcher is gone, however it went.
+"""Reaper: a small process that kills the processes of a run whose launcher has died, even by SIGKILL.
 
-It is started before the first rank, as a file of its own, so that it needs the standard library only and is up in
-milliseconds. It holds the read end of a pipe whose write end only the launcher has; the kernel closes that end when
-the launcher dies, even by SIGKILL. Lines on the pipe:
+It runs this file as a script, with the standard library only, so that it starts in milliseconds. It reads a pipe whose
+write end only the launcher has, and which the kernel closes when the launcher dies. Lines on the pipe:
 
     group PGID      a rank was started; it leads this process group
-    forget PGID     that group is empty and reaped; its number may soon belong to someone else
+    forget PGID     that group is empty and reaped; its number may be reused
     file HEX        a file or folder (its path's bytes in hex) to be removed
     done            the launcher has cleaned up by itself
 
-The end of the pipe without `done` ends the groups, then every process of this run that made a group of its own.
+At the end of the pipe without `done` it kills the groups, then every other process of this run, and removes the files.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ SWEEP_S = 1.5
 def sweep(run: str, *, spare: int = 0, limit_s: float = SWEEP_S) -> int:
     """SIGKILLs every process of this user that carries HORA_RUN=`run`, except this one and `spare`; returns how many.
 
-    Passes over /proc until two in a row find nobody, since a process may be just about to start another; ends after
-    `limit_s` in any case. Without /proc (not Linux) it finds nobody. Thread-safe.
+    Repeats passes over /proc until two in a row find none, since a process may be about to start another; ends after
+    `limit_s` in any case. Without /proc (not Linux) it finds none. Thread-safe.
     """
     deadline = time.monotonic() + limit_s
     num_killed = num_quiet = 0
@@ -62,7 +61,7 @@ def _kill_all(run: str, spare: int) -> list[int]:
             pidfd = os.pidfd_open(pid)
         except OSError:
             continue
-        # The number may have gone to another process since it was looked at; from here on the pidfd holds it.
+        # The pid may have been reused since the first check; from here on the pidfd holds it.
         if _has(pid, mark):
             try:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -99,18 +98,18 @@ def _has(pid: int, mark: bytes) -> bool:
 
 
 class Reaper:
-    """The launcher's end. One caller at a time; nothing here blocks but `done`, which is bounded.
+    """The launcher's handle. Not thread-safe. Only `done` blocks, for a second at most. A failed write is ignored.
 
-    `replace` starts another in the place of one that died and tells it everything the old one knew. Where writing to
-    it fails the run goes on.
+    `pidfd` becomes readable when the process has died; -1 where there are none.
     """
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._groups: set[int] = set()
         self._files: list[str] = []
+        self._replaced = False
         self._process: subprocess.Popen[bytes] | None = None
-        self.replaced = False
+        self.pidfd = -1
         self._start()
 
     @property
@@ -119,15 +118,15 @@ class Reaper:
 
     def group(self, pgid: int) -> None:
         self._groups.add(pgid)
-        self._tell(f"group {pgid}")
+        self._send(f"group {pgid}")
 
     def forget(self, pgid: int) -> None:
         self._groups.discard(pgid)
-        self._tell(f"forget {pgid}")
+        self._send(f"forget {pgid}")
 
     def file(self, path: str) -> None:
         self._files.append(path)
-        self._tell(f"file {os.fsencode(path).hex()}")
+        self._send(f"file {os.fsencode(path).hex()}")
 
     def folder(self, prefix: str) -> str:
         """Makes a temporary folder, 0700. The reaper knows its path before it exists, so a kill never leaves it."""
@@ -139,24 +138,28 @@ class Reaper:
         os.mkdir(path, 0o700)
         return path
 
-    def replace(self) -> None:
-        self.replaced = True
+    def replace(self) -> bool:
+        """After the process has died: starts a second one with the same knowledge. False if that was the second."""
         self._close()
+        if self._replaced:
+            return False
+        self._replaced = True
         self._start()
         for pgid in self._groups:
-            self._tell(f"group {pgid}")
+            self._send(f"group {pgid}")
         for path in self._files:
-            self._tell(f"file {os.fsencode(path).hex()}")
+            self._send(f"file {os.fsencode(path).hex()}")
+        return True
 
     def done(self) -> None:
-        """The run is over and cleaned up: sends the guardian home and waits for it, a second at most."""
-        self._tell("done")
+        """The run is over and cleaned up: ends the process."""
+        self._send("done")
         self._close()
 
     def _start(self) -> None:
         import subprocess
 
-        # Without HORA_*: a launcher that runs inside a rank of another run must not have its guardian swept away.
+        # Without HORA_*: if this launcher is a rank of another run, that run's sweep must not kill its reaper.
         env = {key: value for key, value in os.environ.items() if not key.startswith("HORA_")}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", os.path.abspath(__file__), self._run],
@@ -168,8 +171,10 @@ class Reaper:
             cwd="/",
             start_new_session=True,
         )
+        if hasattr(os, "pidfd_open"):
+            self.pidfd = os.pidfd_open(self._process.pid)
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         if self._process is None or self._process.stdin is None or self._process.stdin.closed:
             return
         with contextlib.suppress(OSError):
@@ -181,6 +186,9 @@ class Reaper:
         process, self._process = self._process, None
         if process is None or process.stdin is None:
             return
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
         process.stdin.close()
         try:
             process.wait(timeout=1.0)
@@ -190,7 +198,7 @@ class Reaper:
 
 
 def _watch(run: str) -> None:
-    """The guardian's life: listens until the pipe ends, then acts if it must."""
+    """What the process runs: reads the pipe until its end, then kills and removes unless it is done."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

@@ -1,4 +1,4 @@
-"""Servers: how many there are when `--servers` does not say, from what this machine's memory takes just then.
+"""The default number of parameter servers, from the measured speed of this machine's memory.
 
 In one step each of n workers copies its S bytes of gradients in and S bytes of parameters out, and each of k servers
 updates its share for every worker, n·S/k bytes:
@@ -6,13 +6,13 @@ updates its share for every worker, n·S/k bytes:
     a worker   S · c_w         c_w: two copies of a byte, in and out
     a server   n · S/k · c_s   c_s: one update of a byte: gradient and parameter are read, and written where they lie
 
-The servers do not hold the workers up when n · S/k · c_s <= S · c_w. S cancels, so the smallest such number is
+The servers do not delay the workers when n · S/k · c_s <= S · c_w. S cancels, so the smallest such number is
 
     k = ceil(n · c_s / c_w), at least 1, and at most the cores that n workers leave
 
-Copies are timed as libc's memcpy, an update as its memcmp, which reads two streams too, on buffers that no cache holds:
-about 100 ms in all. The optimizer's own arithmetic and state are left out of it, since the launcher knows neither the
-model nor the optimizer; docs/PS.md has the table by which the rule was checked.
+Copies are timed as libc's memcpy, an update as its memcmp, which reads two streams too, on buffers larger than caches:
+about 100 ms in all. The optimizer's arithmetic and state are left out, since the launcher knows neither the model nor
+the optimizer; docs/PS.md has the table by which the rule was checked.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ SLACK = 0.1  # a tenth of a server is not worth a process
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerCosts:
-    """What one byte of the model costs in one step, in nanoseconds."""
+    """Nanoseconds per byte of the model and step."""
 
     worker_ns: float
     server_ns: float
 
 
 def measure() -> ServerCosts:
-    """Times this machine's memory; the best of a few repeats, since whatever else runs can only add."""
+    """Times this machine's memory: the best of a few repeats, since other load can only add."""
     kind = ctypes.c_char * SAMPLE_BYTES
     one, other = bytearray(SAMPLE_BYTES), bytearray(SAMPLE_BYTES)
     here, there = (ctypes.addressof(kind.from_buffer(buffer)) for buffer in (one, other))
     compare = ctypes.CDLL(None).memcmp
     compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     for address in (here, there):
-        ctypes.memset(address, 1, SAMPLE_BYTES)  # the first touch is the kernel's price; and alike, memcmp reads it all
+        ctypes.memset(address, 1, SAMPLE_BYTES)  # pages are mapped now, and memcmp reads equal buffers to the end
     copy = _best(lambda: ctypes.memmove(here, there, SAMPLE_BYTES))
     read = _best(lambda: compare(here, there, SAMPLE_BYTES))
     return ServerCosts(worker_ns=2 * copy, server_ns=read)
@@ -61,7 +61,7 @@ def _best(work: Callable[[], object]) -> float:
 
 
 def default(workers: int, cores: int, costs: ServerCosts) -> tuple[int, str]:
-    """The number of servers for so many workers, and why, in one line."""
+    """The number of servers for so many workers, and one line that explains it."""
     needed = max(1, math.ceil(workers * costs.server_ns / costs.worker_ns - SLACK))
     left = max(1, cores - workers)
     count = max(1, min(needed, left))

@@ -1,28 +1,48 @@
-"""Wake: signals as bytes on a pipe, so that one poll waits for them together with everything else; and words of other
-threads for the one that polls."""
+"""SignalPipe and `poll`: signals and descriptors waited for in one place, each with its handler."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
+import select
 import signal
-from types import FrameType, TracebackType
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+Handler = Callable[[int, int, float], None]  # called with the descriptor, poll's events, and the time
+Watched = dict[int, tuple[int, Handler]]  # by descriptor: events to wait for, and what handles them
+
+
+def poll(watched: Mapping[int, tuple[int, Handler]], timeout_s: float | None) -> None:
+    """Waits until a descriptor is ready or the time is over, and calls the handlers of those that are ready.
+
+    A handler may close descriptors, so a handler must expect that its own has been closed in the same call.
+    """
+    poller = select.poll()  # unlike epoll it takes regular files, which our stdout may be
+    for fd, (events, _) in watched.items():
+        poller.register(fd, events)
+    ready = poller.poll(None if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000))
+    now = time.monotonic()
+    for fd, events in ready:
+        watched[fd][1](fd, events, now)
+
 
 class SignalPipe:
-    """While entered, SIGINT, SIGTERM and SIGHUP do nothing but make `fd` readable; main thread only.
+    """While entered, SIGINT, SIGTERM and SIGHUP only make `fd` readable. Enter it on the main thread.
 
-    SIGHUP stays ignored where it was (nohup). SIGCHLD wakes too: it is how a child's end is seen without pidfds.
+    SIGHUP stays ignored where it was (nohup). SIGCHLD makes `fd` readable too, for systems without pidfds.
     """
 
     def __init__(self) -> None:
         self.fd = -1
         self._write_fd = -1
-        self._before: dict[int, Any] = {}
+        self._handlers_before: dict[int, Any] = {}
         self._fd_before = -1
         self._posted: collections.deque[str] = collections.deque(maxlen=1000)
 
@@ -33,39 +53,33 @@ class SignalPipe:
         self._fd_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         for number in (*STOPPING, signal.SIGCHLD):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, _nothing)
+                self._handlers_before[number] = signal.signal(number, _ignore)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd_before)
         os.close(self.fd)
         os.close(self._write_fd)
 
     def post(self, text: str) -> None:
-        """From any thread: `fd` becomes readable, and `posted` gives the text."""
+        """Thread-safe: makes `fd` readable; `posted` returns the text."""
         self._posted.append(text)
-        with contextlib.suppress(OSError):  # a full pipe wakes too
+        with contextlib.suppress(OSError):  # a full pipe is readable already
             os.write(self._write_fd, b"\0")
 
     def posted(self) -> list[str]:
-        """What was posted since the last call."""
-        texts = []
-        with contextlib.suppress(IndexError):
-            while True:
-                texts.append(self._posted.popleft())
-        return texts
+        """The texts posted since the last call."""
+        return [self._posted.popleft() for _ in range(len(self._posted))]
 
-    def read(self) -> list[int]:
-        """The numbers of the signals that came since the last call, in order. Never blocks."""
+    def stop_signals(self) -> list[int]:
+        """The numbers of the stopping signals since the last call, in order. Never blocks."""
         try:
-            return list(os.read(self.fd, 4096))
+            return [number for number in os.read(self.fd, 4096) if number in STOPPING]
         except BlockingIOError:
             return []
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """A handler must exist for the wake-up byte to be written."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """A Python handler must exist for the wake-up byte to be written."""

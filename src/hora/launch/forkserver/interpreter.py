@@ -1,10 +1,9 @@
-"""Interpreter: makes a forked child what a newly started `python script.py` would be, and runs the script in it.
+"""Turns a forked child into what a newly started `python script.py` would be, and runs the script in it.
 
-What a new interpreter has of its own is made anew here: process group, descriptors, environment, signal handling,
-working folder, `sys.argv`, `sys.path`, `__main__`, random seeds, the command line in /proc. What it shares with the
-fork server is what was imported before any user code ran. `python` itself decides what a script's end means (exit
-code, uncaught exception, atexit, threads), and so it does here: `run` leaves by SystemExit or KeyboardInterrupt out of
-the top frame.
+These are set as in a new interpreter: process group, descriptors, environment, signal handling, working folder,
+`sys.argv`, `sys.path`, `__main__`, random seeds, the command line in /proc. Shared with the fork server is what was
+imported before any user code ran. `python` itself decides what a script's end means (exit code, uncaught exception,
+atexit, threads), and so it does here: `run` leaves by SystemExit or KeyboardInterrupt out of the top frame.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-ROOM = {"HORA_ROOM": "-" * 4096}
-"""A variable of the fork server: /proc/PID/environ of its children shows in its place what else is in theirs."""
+ENV_PLACEHOLDER = {"HORA_ROOM": "-" * 4096}
+"""A variable of the fork server. /proc/PID/environ of a child shows in its place the variables that the child adds."""
 
 IMPORT_TIME = (
     "OMP_",
@@ -43,13 +42,13 @@ IMPORT_TIME = (
     "LANG",
     "TZ",
 )
-"""Variables that begin so are read when an interpreter starts or torch is imported, not later."""
+"""Variables with these prefixes are read when an interpreter starts or torch is imported, not later."""
 
 THREADS = "OMP_NUM_THREADS"
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 started_with: dict[str, str] | None = None
-"""In a forked process: its variables of that kind when the script began."""
+"""In a forked process: its variables with these prefixes when the script began."""
 
 _PR_SET_PDEATHSIG = 1
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -61,7 +60,7 @@ def import_time(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def changed_too_late() -> list[str]:
-    """Variables that the script has set for a torch that was still to be imported, and that had been already."""
+    """Variables that the script has set before its `import torch` and that had been read already."""
     if started_with is None:
         return []
     names = {name for name in (*started_with, *os.environ) if name.startswith(("OMP_", "MKL_", "TORCH_"))}
@@ -72,8 +71,8 @@ def changed_too_late() -> list[str]:
 
 
 def detach(parent: int, descriptors: Sequence[int]) -> list[int]:
-    """In a forked child: a session of its own, an end with its parent's, Ctrl-C as usual, and `descriptors` as
-    stdin, stdout, stderr and whatever comes after; no others. Returns the numbers of those that come after."""
+    """In a forked child: a new session, killed with its parent, default Ctrl-C handling, and `descriptors` as stdin,
+    stdout, stderr and further ones; all others are closed. Returns the numbers of the further ones."""
     os.setsid()
     end_with_parent()
     if os.getppid() != parent:
@@ -106,8 +105,8 @@ def _open_descriptors() -> list[int]:
     return list(range(256))
 
 
-def adopt_environment(env: Mapping[str, str], cwd: str) -> None:
-    """`env` and `cwd` become the process's own: in os.environ, for getenv() and, at placeholders, in /proc."""
+def load_environment(env: Mapping[str, str], cwd: str) -> None:
+    """Sets `env` and `cwd`: in os.environ, for getenv() and, in place of the placeholder, in /proc."""
     before = dict(os.environ)
     for name in before.keys() - env.keys():
         del os.environ[name]
@@ -116,35 +115,35 @@ def adopt_environment(env: Mapping[str, str], cwd: str) -> None:
     _show_environment(new)
     if os.getcwd() != cwd:
         os.chdir(cwd)
-    tempfile.tempdir = None  # TMPDIR may be another
+    tempfile.tempdir = None  # TMPDIR may have changed
 
 
 def _show_environment(new: Mapping[str, str]) -> None:
     start, end = _area("env")
-    (room,) = (os.fsencode(f"{name}={value}") for name, value in ROOM.items())
-    at = ctypes.string_at(start, end - start).find(room)
+    (placeholder,) = (os.fsencode(f"{name}={value}") for name, value in ENV_PLACEHOLDER.items())
+    at = ctypes.string_at(start, end - start).find(placeholder)
     if at < 0:
         return
     shown = b""
     for name in sorted(new, key=lambda name: not name.startswith("HORA_")):
         entry = os.fsencode(f"{name}={new[name]}") + b"\0"
-        shown += entry if len(shown) + len(entry) <= len(room) else b""
-    ctypes.memmove(start + at, shown.ljust(len(room), b"\0"), len(room))
+        shown += entry if len(shown) + len(entry) <= len(placeholder) else b""
+    ctypes.memmove(start + at, shown.ljust(len(placeholder), b"\0"), len(placeholder))
 
 
 def show_command(argv: Sequence[str]) -> None:
-    """What /proc/PID/cmdline, and so `ps` and `pgrep -f`, show. It has as much room as the fork server's own had."""
+    """Sets what /proc/PID/cmdline, `ps` and `pgrep -f` show, cut to the length of the fork server's command line."""
     start, end = _area("arg")
     if end - start < 2:
         return
     text = os.fsencode(" ".join(argv))[: end - start - 2]
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, text, len(text))
-    ctypes.memset(end - 1, ord("."), 1)  # an end that is not zero tells the kernel that this is a title
+    ctypes.memset(end - 1, ord("."), 1)  # a last byte other than zero marks a title to the kernel
 
 
 def _area(which: str) -> tuple[int, int]:
-    """Where the kernel finds arguments (arg) or environment (env) of this process; (0, 0) where it does not tell."""
+    """Addresses of this process's arguments (arg) or environment (env); (0, 0) where the kernel does not show them."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
         first = {"arg": 45, "env": 47}[which]
@@ -153,9 +152,8 @@ def _area(which: str) -> tuple[int, int]:
 
 
 def end_quickly() -> None:
-    """At the very end, after Python's own finalisation, output is flushed and the process is over. Without this it
-    would first touch, and so copy, most of the memory that it shares with the fork server, to destroy torch's statics.
-    """
+    """After Python's own finalisation, flushes C's output and ends the process at once. Without this, destroying
+    torch's statics would touch, and so copy, most of the memory that is shared with the fork server."""
     if hasattr(_libc, "on_exit") and hasattr(_libc, "fcloseall"):
         _libc.on_exit(_libc._exit, None)  # these run in reverse order, after those of libraries that are loaded later
         _libc.on_exit(_libc.fcloseall, None)
@@ -165,7 +163,7 @@ def end_quickly() -> None:
 
 
 def reseed() -> None:
-    """Random numbers as a new interpreter has them: every process its own. Python's own generator does it at fork."""
+    """Seeds torch and NumPy anew, as in a new interpreter. Python's own generator does it at fork."""
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
@@ -173,14 +171,13 @@ def reseed() -> None:
 
 
 def set_threads(count: str) -> None:
-    """As OMP_NUM_THREADS=`count` would have, had it been there when torch was imported."""
+    """Has the effect of OMP_NUM_THREADS=`count` when torch is imported."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(int(count))
 
 
 def set_blas_threads(count: str) -> None:
-    """The fork server keeps OpenBLAS, which NumPy brings, from starting threads; a process may have as many as it would
-    have had by itself."""
+    """Gives OpenBLAS, which NumPy brings, the threads that it was kept from starting in the fork server."""
     if "numpy" not in sys.modules or not count.isdecimal() or int(count) < 2:
         return
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8") as maps:
@@ -197,8 +194,8 @@ def set_blas_threads(count: str) -> None:
 
 
 def shadowed(argv: Sequence[str]) -> str:
-    """A module that was imported already and that the script's own folder has too: a new interpreter would take that
-    one, so this process cannot be forked. Empty if there is none."""
+    """The path of a module in the script's folder whose name was imported from elsewhere already: a new interpreter
+    would take the script's own, so the script cannot run in this one. Empty if there is none."""
     folder = _first_path(argv)
     try:
         there = {name.partition(".")[0]: name for name in os.listdir(folder or ".")}
@@ -223,10 +220,10 @@ def _is_from(module: Any, folder: str) -> bool:
 
 
 def run(argv: Sequence[str]) -> NoReturn:
-    """Runs `[python, script, …]` or `[python, -m, module, …]` as the interpreter would, to its end.
+    """Runs `[python, script, …]` or `[python, -m, module, …]` as the interpreter would.
 
-    SystemExit carries the exit code. KeyboardInterrupt means that the script let one pass: the interpreter, which gets
-    it, ends the process by SIGINT, as it always does."""
+    Raises SystemExit with the exit code, or KeyboardInterrupt if the script did not catch one: the interpreter then
+    ends the process by SIGINT, as it always does."""
     sys.orig_argv = list(argv)
     show_command(argv)
     try:
@@ -272,7 +269,7 @@ def _execute(argv: Sequence[str]) -> None:
 
 
 def _first_path(argv: Sequence[str]) -> str:
-    """What the interpreter puts first in sys.path: the script's folder; of a module, the working folder."""
+    """What the interpreter puts first in sys.path: the script's folder; for a module, the working folder."""
     if argv[1] == "-m":
         return os.getcwd()
     path = os.path.abspath(argv[1])
@@ -282,7 +279,7 @@ def _first_path(argv: Sequence[str]) -> str:
 
 
 def _report(error: BaseException) -> None:
-    """An uncaught exception, to whoever is the script's excepthook, with the script's own frames only."""
+    """Passes an uncaught exception to sys.excepthook, with the script's own frames only."""
     trace = _without_ours(error.__traceback__)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):

@@ -1,7 +1,7 @@
-"""The fork server's own process: imports torch and Hora, then forks a child for every ForkRequest.
+"""The fork server process: imports torch and Hora once, then forks a child for every ForkProcess message.
 
 It has one thread, runs no parallel operation and initialises no device, so that its children can do all of that. Its
-children end with it, and it ends what it has started for a launcher when that launcher closes its line.
+children end with it. When a launcher closes its connection, the processes started for that launcher are killed.
 """
 
 from __future__ import annotations
@@ -15,72 +15,73 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from hora.net.framing import FrameReader, frame
+
+from ..messages import (
+    MAX_DESCRIPTORS,
+    ForkProcess,
+    FromForkServer,
+    ProcessEnded,
+    ProcessStarted,
+    ServerReady,
+    ToForkServer,
+    decode_to_fork_server,
+)
 from ..reaper import sweep
 from . import interpreter
-from .messages import (
-    MAX_DESCRIPTORS,
-    ForkReply,
-    ForkRequest,
-    FrameReader,
-    FromServer,
-    ProcessExit,
-    ServerReady,
-    SignalRequest,
-    decode_client,
-    frame,
-)
 
-LOOK_S = 0.05
-"""Where there are no pidfds: how often ended children are looked for."""
+if TYPE_CHECKING:
+    from ..process import Slot
+
+REAP_EVERY_S = 0.05
+"""Where there are no pidfds: how often to look for ended children."""
 
 
 class ClientConnection:
-    """A launcher's connection, and what was started for it."""
+    """A launcher's connection and the processes started for it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.pids: set[int] = set()
-        self.mark = ""  # of the run that its processes belong to
-        self.descriptors: list[int] = []  # that have come and belong to messages that are still to be read
+        self.pids: dict[Slot, int] = {}
+        self.run_id = ""  # HORA_RUN of its processes
+        self.descriptors: list[int] = []  # received, for messages that are still to be handled
         self._frames = FrameReader()
 
-    def receive(self) -> list[ForkRequest | SignalRequest] | None:
-        """What has come; None at the end of the line."""
+    def receive(self) -> list[ToForkServer] | None:
+        """The messages that have arrived; None when the connection is closed."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.sock, 1 << 16, MAX_DESCRIPTORS)
         except OSError:
             return None
         self.descriptors += descriptors
-        return [decode_client(body) for body in self._frames.feed(data)] if data else None
+        return [decode_to_fork_server(body) for body in self._frames.feed(data)] if data else None
 
-    def send(self, message: FromServer) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed where it is read
+    def send(self, message: FromForkServer) -> None:
+        with contextlib.suppress(OSError):  # `receive` sees the end of the connection
             self.sock.sendall(frame(message))
 
-    def take(self, count: int) -> list[int]:
+    def take_descriptors(self, count: int) -> list[int]:
         taken, self.descriptors = self.descriptors[:count], self.descriptors[count:]
         return taken
 
 
 class ForkedChild(NamedTuple):
-    """In a forked child: what it is to become. `warm`: it may run in the interpreter that it was forked with."""
+    """In a forked child: what it must become. `warm`: it may run in the interpreter that it was forked with."""
 
-    start: ForkRequest
+    request: ForkProcess
     descriptors: list[int]
     warm: bool
 
 
 class ForkLoop:
-    """One loop waits for everything: launchers, and the ends of children."""
+    """The loop that waits for launchers and for the ends of children."""
 
     def __init__(self, first: socket.socket | None, listening: socket.socket | None, problem: str) -> None:
-        self._lines: dict[int, ClientConnection] = {}
+        self._connections: dict[int, ClientConnection] = {}
         self._listening = listening
-        self._children: dict[
-            int, tuple[ClientConnection, int]
-        ] = {}  # by pid: for whom, and its pidfd, -1 where there are none
+        self._children: dict[int, tuple[ClientConnection, Slot, int]] = {}  # by pid; last its pidfd, or -1
         self._problem = problem
         self._poller = select.poll()
         self._pid = os.getpid()
@@ -90,114 +91,113 @@ class ForkLoop:
             self._add(first)
 
     def serve(self) -> ForkedChild:
-        """Returns in children only; ends the process when the last launcher's line ends and no other can come."""
+        """Returns in children only. Ends the process when the last connection is closed and no other can come."""
         while True:
-            ready = self._poller.poll(None if hasattr(os, "pidfd_open") else LOOK_S * 1000)
+            ready = self._poller.poll(None if hasattr(os, "pidfd_open") else REAP_EVERY_S * 1000)
             for descriptor, _ in ready:
                 if self._listening is not None and descriptor == self._listening.fileno():
                     with contextlib.suppress(OSError):
                         self._add(self._listening.accept()[0])
-                elif (line := self._lines.get(descriptor)) is not None:
-                    child = self._read(line)
+                elif (connection := self._connections.get(descriptor)) is not None:
+                    child = self._read(connection)
                     if child is not None:
                         return child
             self._reap()
-            if not self._lines and self._listening is None:
+            if not self._connections and self._listening is None:
                 os._exit(0)
 
     def _add(self, sock: socket.socket) -> None:
-        line = ClientConnection(sock)
-        self._lines[sock.fileno()] = line
+        connection = ClientConnection(sock)
+        self._connections[sock.fileno()] = connection
         self._poller.register(sock, select.POLLIN)
-        line.send(ServerReady(self._pid, self._problem))
+        connection.send(ServerReady(self._pid, self._problem))
 
-    def _read(self, line: ClientConnection) -> ForkedChild | None:
-        messages = line.receive()
+    def _read(self, connection: ClientConnection) -> ForkedChild | None:
+        messages = connection.receive()
         if messages is None:
-            self._end(line)
+            self._end(connection)
             return None
         for message in messages:
-            if isinstance(message, ForkRequest):
-                child = self._start(line, message)
+            if isinstance(message, ForkProcess):
+                child = self._start(connection, message)
                 if child is not None:
                     return child
-            elif message.pid in line.pids:
+            elif pid := connection.pids.get((message.role, message.rank)):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    (os.killpg if message.group else os.kill)(message.pid, message.number)
+                    (os.killpg if message.group else os.kill)(pid, message.number)
         return None
 
-    def _start(self, line: ClientConnection, start: ForkRequest) -> ForkedChild | None:
-        descriptors = line.take(3 + len(start.passed))
-        line.mark = start.env.get("HORA_RUN", line.mark)
-        warm = (
-            not self._problem and num_threads() == 1
-        )  # else locks may be held that no thread of the child will release
+    def _start(self, connection: ClientConnection, request: ForkProcess) -> ForkedChild | None:
+        slot = request.role, request.rank
+        descriptors = connection.take_descriptors(3 + len(request.passed))
+        connection.run_id = request.env.get("HORA_RUN", connection.run_id)
+        warm = not self._problem and num_threads() == 1  # another thread may hold locks, which no child would release
         try:
             pid = os.fork()
         except OSError as problem:
-            line.send(ForkReply(0, problem.strerror or str(problem)))
+            connection.send(ProcessStarted(*slot, 0, problem.strerror or str(problem)))
             return None
         finally:
             if os.getpid() == self._pid:
                 for descriptor in descriptors:
                     os.close(descriptor)
         if pid == 0:
-            self._forget()
-            return ForkedChild(start, interpreter.detach(self._pid, descriptors), warm)
+            self._detach_sockets()
+            return ForkedChild(request, interpreter.detach(self._pid, descriptors), warm)
         pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
         if pidfd >= 0:
             self._poller.register(pidfd, select.POLLIN)
-        line.pids.add(pid)
-        self._children[pid] = line, pidfd
-        line.send(ForkReply(pid))
+        connection.pids[slot] = pid
+        self._children[pid] = connection, slot, pidfd
+        connection.send(ProcessStarted(*slot, pid))
         return None
 
-    def _forget(self) -> None:
-        """In a child: the numbers of our descriptors will be others' soon, and no object of ours may close them."""
-        for line in self._lines.values():
-            line.sock.detach()
+    def _detach_sockets(self) -> None:
+        """In a child: the numbers of our descriptors will be reused, so none of our objects may close them."""
+        for connection in self._connections.values():
+            connection.sock.detach()
         if self._listening is not None:
             self._listening.detach()
 
     def _reap(self) -> None:
-        """An ended child is not reaped before what is left of its group has been killed: until then its number cannot
-        be given to another process, so no signal can hit a stranger."""
+        """An ended child is reaped after the rest of its group was killed: until then its pid cannot be given to
+        another process, so no signal can hit a stranger."""
         for pid in list(self._children):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):  # when only the leader is left
                 os.killpg(pid, signal.SIGKILL)
             _, status, usage = os.wait4(pid, 0)
-            line, pidfd = self._children.pop(pid)
+            connection, slot, pidfd = self._children.pop(pid)
             if pidfd >= 0:
                 self._poller.unregister(pidfd)
                 os.close(pidfd)
-            line.pids.discard(pid)
-            peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-            line.send(ProcessExit(pid, os.waitstatus_to_exitcode(status), peak))
+            connection.pids.pop(slot, None)
+            peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            connection.send(ProcessEnded(*slot, os.waitstatus_to_exitcode(status), peak_bytes))
 
-    def _end(self, line: ClientConnection) -> None:
-        """The launcher is gone, or done: nothing that was started for it stays."""
-        self._poller.unregister(line.sock)
-        del self._lines[line.sock.fileno()]
-        line.sock.close()
-        for descriptor in line.descriptors:
+    def _end(self, connection: ClientConnection) -> None:
+        """The launcher has closed its connection: nothing that was started for it stays."""
+        self._poller.unregister(connection.sock)
+        del self._connections[connection.sock.fileno()]
+        connection.sock.close()
+        for descriptor in connection.descriptors:
             os.close(descriptor)
-        for pid in line.pids:
+        for pid in connection.pids.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-        if line.pids and line.mark:
-            sweep(line.mark)
+        if connection.pids and connection.run_id:
+            sweep(connection.run_id)
 
 
 def _preload(modules: Sequence[str]) -> str:
-    """Imports; what stands in the way of forking afterwards, in words, or nothing."""
+    """Imports the modules. Returns why processes cannot be forked afterwards; empty if they can."""
     if not modules:
         return "interpreters were asked for"
     try:
         for name in modules:
             importlib.import_module(name)
-    except Exception as problem:  # whatever it is, each process will meet it by itself and show it
+    except Exception as problem:  # each process will meet and show it by itself
         return f"{name} cannot be imported ({type(problem).__name__}: {problem})"
     threads = num_threads()
     if threads != 1:
@@ -217,7 +217,7 @@ def num_threads() -> int:
 
 
 def main(descriptor: int, modules: Sequence[str], listens: bool) -> NoReturn:
-    """The life of the process that `client.py` starts; `descriptor` is a launcher's line, or `listens` for them."""
+    """What `client.popen` runs. `descriptor` is a launcher's connection; with `listens`, a listening socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interpreter.show_command([f"{sys.executable} -m hora: fork server"])
     if listens:
@@ -230,19 +230,17 @@ def main(descriptor: int, modules: Sequence[str], listens: bool) -> NoReturn:
     imported_with = interpreter.import_time(os.environ)
     sock = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
-    server = ForkLoop(None if listens else sock, sock if listens else None, problem)
-    child = server.serve()
-    become(child, imported_with)
+    become(ForkLoop(None if listens else sock, sock if listens else None, problem).serve(), imported_with)
 
 
 def become(child: ForkedChild, imported_with: dict[str, str]) -> NoReturn:
-    """In a forked child: the process that was asked for, in this interpreter or in a new one."""
-    start = child.start
-    env = start.env | dict(zip(start.passed, map(str, child.descriptors), strict=True))
+    """In a forked child: runs the requested script, in this interpreter or in a new one."""
+    request = child.request
+    env = request.env | dict(zip(request.passed, map(str, child.descriptors), strict=True))
     wanted = interpreter.import_time(env)
-    if child.warm and start.fork and _without_threads(wanted) == _without_threads(imported_with):
-        interpreter.adopt_environment(env, start.cwd)
-        if not interpreter.shadowed(start.argv):
+    if child.warm and request.fork and _without_threads(wanted) == _without_threads(imported_with):
+        interpreter.load_environment(env, request.cwd)
+        if not interpreter.shadowed(request.argv):
             threads = wanted.get(interpreter.THREADS, "")
             if threads != imported_with.get(interpreter.THREADS, "") and threads.isdecimal():
                 interpreter.set_threads(threads)
@@ -250,12 +248,12 @@ def become(child: ForkedChild, imported_with: dict[str, str]) -> NoReturn:
             interpreter.reseed()
             interpreter.started_with = wanted
             interpreter.end_quickly()
-            interpreter.run(start.argv)
+            interpreter.run(request.argv)
     try:
-        os.chdir(start.cwd)
-        os.execve(start.argv[0], start.argv, env)
+        os.chdir(request.cwd)
+        os.execve(request.argv[0], request.argv, env)
     except OSError as problem:
-        print(f"{start.argv[0]} cannot be run: {problem.strerror}", file=sys.stderr, flush=True)
+        print(f"{request.argv[0]} cannot be run: {problem.strerror}", file=sys.stderr, flush=True)
         os._exit(127)
 
 

@@ -1,4 +1,4 @@
-"""Sites: all hosts of a run together: who goes where, what is asked of all before anything starts, what is heard."""
+"""HostSet: all hosts of a run: which process runs where, requests to all agents, and their end."""
 
 from __future__ import annotations
 
@@ -6,178 +6,166 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import selectors
+import select
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
-from ...terminal.screen import RankStream
-from ..process_set import Seat
-from ..signal_pipe import STOPPING, SignalPipe
-from .messages import FromAgent, FromLauncher, StartProcess
-from .remote_host import ENDED, RemoteHost, RemoteProcess
+from ..messages import StartProcess, ToAgent
+from ..process import OutputSink, RunProcess, Slot
+from ..signal_pipe import SignalPipe, Watched, poll
+from .remote_host import ENDED, RemoteHost, Reply
 
 END_S = 6.0
 CLOSE_S = 1.0
-
-Answer = TypeVar("Answer", bound=FromAgent)
+ERROR_OUTPUT_S = 0.3
 
 
 class SignalReceived(Exception):
-    """A signal came while the hosts were being asked."""
+    """A stopping signal came while the hosts were being connected."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
+def check_signals(signals: SignalPipe) -> None:
+    """SignalReceived if there was one since the last call."""
+    for number in signals.stop_signals():
+        raise SignalReceived(number)
+
+
 @dataclasses.dataclass(frozen=True)
 class ProcessPlace:
-    """Where a seat is: on which site, and as which of its ranks there."""
+    """The host of a process, and its rank among the workers there."""
 
-    site: RemoteHost
+    host: RemoteHost
     local_rank: int
     local_size: int
 
 
-class HostSet:
-    """`places` says where each seat is. Main thread only."""
+@dataclasses.dataclass(frozen=True)
+class OpenedHosts:
+    """Connections to agents that have not been greeted, with the processes for each, in order. `explain` says why a
+    host does not answer."""
 
-    def __init__(self, sites: Sequence[RemoteHost], wake: SignalPipe) -> None:
-        self.all = list(sites)
-        self.places: dict[Seat, ProcessPlace] = {}
-        self.describe: Callable[[Seat], StartProcess]  # what to tell the agent of a seat
-        self._wake = wake
-        self._told: set[int] = set()
+    hosts: Sequence[RemoteHost]
+    slots: Sequence[Sequence[Slot]]
+    explain: Callable[[RemoteHost], str]
+
+
+class HostSet:
+    """`places` has the host of each process; `describe` gives the start message for one. Not thread-safe."""
+
+    ready = True  # agents queue the processes until they can start them
+
+    def __init__(self, hosts: Sequence[RemoteHost], signals: SignalPipe, log: Callable[[str], None]) -> None:
+        self.all = list(hosts)
+        self.pid = 0  # there is no fork server of our own
+        self.places: dict[Slot, ProcessPlace] = {}
+        self.describe: Callable[[Slot], StartProcess]
+        self._signals = signals
+        self._log = log
+        self._announced: set[int] = set()
 
     def ask(
         self,
-        question: Callable[[RemoteHost], FromLauncher | None],
-        kind: type[Answer],
+        request: Callable[[RemoteHost], ToAgent],
+        kind: type[Reply],
         timeout_s: float,
-        sorry: Callable[[RemoteHost], str],
-    ) -> list[Answer]:
-        """One question to every site, and all answers, in order. ValueError with `sorry(site)` for one that has none.
+        explain: Callable[[RemoteHost], str],
+    ) -> list[Reply]:
+        """Sends each host a request and returns the replies in order. Blocks for at most `timeout_s`.
 
-        Stopped if a signal comes first."""
-        for site in self.all:
-            message = question(site)
-            if message is not None:
-                site.send(message)
-        answers: dict[int, Answer] = {}
+        ValueError with `explain(host)` if one does not reply. SignalReceived if a stopping signal comes first."""
+        for host in self.all:
+            host.send(request(host))
+        replies: dict[int, Reply] = {}
         deadline = time.monotonic() + timeout_s
-        with selectors.PollSelector() as selector:
-            selector.register(self._wake.fd, selectors.EVENT_READ, None)
-            while len(answers) < len(self.all):
-                self._register(selector)
-                now = time.monotonic()
-                ready = selector.select(max(0.0, min(deadline - now, 0.2)))
-                now = time.monotonic()
-                for key, events in ready:
-                    if key.data is None:
-                        for number in self._wake.read():
-                            if number in STOPPING:
-                                raise SignalReceived(number)
-                    else:
-                        attend(key.data, key.fd, events, now)
-                for number, site in enumerate(self.all):
-                    if number not in answers and (answer := site.take(kind)) is not None:
-                        answers[number] = answer
-                    elif number not in answers and (site.lost or now >= deadline):
-                        self._hear_out(site)
-                        why = site.lost if site.lost not in ("", ENDED) else sorry(site)
-                        raise ValueError(f"host {site.name}: {why}")
-                    site.tick(now, watching=False)
-        return [answers[number] for number in range(len(self.all))]
+        while len(replies) < len(self.all):
+            watched = {self._signals.fd: (select.POLLIN, self._on_signal), **self.descriptors()}
+            poll(watched, min(deadline - time.monotonic(), 0.2))
+            now = time.monotonic()
+            for number, host in enumerate(self.all):
+                if number not in replies and (reply := host.take_reply(kind)) is not None:
+                    replies[number] = reply
+                elif number not in replies and (host.lost or now >= deadline):
+                    host.await_error_output(ERROR_OUTPUT_S)
+                    why = host.lost if host.lost not in ("", ENDED) else explain(host)
+                    raise ValueError(f"host {host.name}: {why}")
+                host.tick(now, reading=False)
+        return [replies[number] for number in range(len(self.all))]
 
-    def _register(self, selector: selectors.BaseSelector) -> None:
-        there = dict(selector.get_map())
-        wanted: dict[int, tuple[int, RemoteHost]] = {}
-        for site in self.all:
-            wanted |= watched(site)
-        for key in there.values():
-            if key.data is not None and wanted.get(key.fd) != (key.events, key.data):
-                selector.unregister(key.fd)
-        for fd, (events, site) in wanted.items():
-            if fd not in selector.get_map():
-                selector.register(fd, events, site)
-
-    @staticmethod
-    def _hear_out(site: RemoteHost) -> None:
-        """What was said about the way there comes at times a little later than its end."""
-        deadline = time.monotonic() + 0.3
-        while site.err_fd >= 0 and time.monotonic() < deadline:
-            if not site.read_complaints():
-                time.sleep(0.01)
+    def _on_signal(self, fd: int, events: int, now: float) -> None:
+        check_signals(self._signals)
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
-    def start(self, seat: Seat, out: RankStream, err: RankStream) -> RemoteProcess:
-        return self.places[seat].site.start(self.describe(seat), out, err)
+    def start(self, slot: Slot, out: OutputSink, err: OutputSink) -> RunProcess:
+        """OSError if its host is lost."""
+        host = self.places[slot].host
+        host.log = self._log
+        return host.start(self.describe(slot), out, err)
 
-    def newly_lost(self) -> list[RemoteHost]:
-        """Those that were lost since this was asked last."""
-        lost = [site for site in self.all if site.lost and id(site) not in self._told]
-        self._told.update(map(id, lost))
-        return lost
+    def descriptors(self) -> Watched:
+        watched: Watched = {}
+        for host in self.all:
+            watched |= host.descriptors()
+        return watched
+
+    def pause_output(self, paused: bool) -> None:
+        for host in self.all:
+            host.hold_output(paused)
+
+    def next_deadline(self) -> float | None:
+        return min((host.next_deadline() for host in self.all if not host.lost), default=None)
+
+    def tick(self, now: float) -> None:
+        """Sends heartbeats and logs each lost host once."""
+        for host in self.all:
+            host.tick(now)
+            if host.lost and id(host) not in self._announced:
+                self._announced.add(id(host))
+                names = [process.name for process in host.processes.values() if process.running]
+                also = f"; {', '.join(names)} with it" if names else ""
+                self._log(f"host {host.name} ({host.address}) is lost: {host.lost}{also}")
+
+    def take_ended(self, now: float) -> list[RunProcess]:
+        """The processes that have ended since the last call, reaped."""
+        ended = [process for host in self.all for process in host.processes.values() if process.has_ended()]
+        for process in ended:
+            process.reap(now)
+        return ended
 
     def finish(self, folder: str | None) -> list[RemoteHost]:
-        """All agents end what is left and go; the files that they send are put into `folder`. Whoever has not said
-        goodbye `END_S` after the last that was heard of anybody is returned, and a signal ends the patience too."""
-        for site in self.all:
-            site.keep = _keeper(folder)
-            site.ask_to_end()
+        """Tells all agents to end and writes the trace files that they send into `folder`. Returns the hosts whose
+        agent did not confirm within END_S after the last message of any. Blocks; a stopping signal ends the wait."""
+        for host in self.all:
+            host.keep_file = _file_writer(folder)
+            host.tell_to_end()
         deadline = time.monotonic() + END_S
-        with selectors.PollSelector() as selector:
-            while (
-                left := [site for site in self.all if not site.over and not site.lost]
-            ) and time.monotonic() < deadline:
-                self._register(selector)
-                for key, events in selector.select(0.1):
-                    if key.data in left:
-                        attend(key.data, key.fd, events, time.monotonic())
-                        deadline = time.monotonic() + END_S
-                if set(self._wake.read()) & set(STOPPING):
-                    break
-        return [site for site in self.all if not site.over]
+        while any(not host.ended and not host.lost for host in self.all) and time.monotonic() < deadline:
+            received_bytes = [host.received_bytes for host in self.all]
+            poll(self.descriptors(), 0.1)
+            if received_bytes != [host.received_bytes for host in self.all]:
+                deadline = time.monotonic() + END_S
+            if self._signals.stop_signals():
+                break
+        return [host for host in self.all if not host.ended]
 
     def close(self) -> None:
         close_all(self.all)
 
 
-def close_all(sites: Sequence[RemoteHost]) -> None:
-    """All at once: one that does not go by itself holds nobody up."""
-    for site in sites:
-        site.hang_up()
+def close_all(hosts: Sequence[RemoteHost]) -> None:
+    """Closes the connections side by side, so that one that takes long does not delay the others."""
+    for host in hosts:
+        host.hang_up()
     deadline = time.monotonic() + CLOSE_S
-    for site in sites:
-        site.close(max(0.0, deadline - time.monotonic()))
+    for host in hosts:
+        host.close(max(0.0, deadline - time.monotonic()))
 
 
-def watched(site: RemoteHost) -> dict[int, tuple[int, RemoteHost]]:
-    """The descriptors of a site to wait for, and what for."""
-    if site.lost or site.over:
-        return {}
-    wanted = {site.read_fd: (selectors.EVENT_READ, site)}
-    if site.pending:
-        wanted[site.write_fd] = (selectors.EVENT_WRITE, site)
-    if site.err_fd >= 0:
-        wanted[site.err_fd] = (selectors.EVENT_READ, site)
-    return wanted
-
-
-def attend(site: RemoteHost, fd: int, events: int, now: float) -> list[str]:
-    """One of its descriptors is ready. Returns what was said on the way there, to be shown once ranks run."""
-    if fd == site.write_fd and events & selectors.EVENT_WRITE:
-        site.write()
-    elif fd == site.read_fd:
-        site.read(now)
-    elif fd == site.err_fd:
-        return site.read_complaints()
-    return []
-
-
-def _keeper(folder: str | None) -> Callable[[str, bytes], None]:
-    def keep(name: str, data: bytes) -> None:
+def _file_writer(folder: str | None) -> Callable[[str, bytes], None]:
+    def write(name: str, data: bytes) -> None:
         if folder is None or pathlib.PurePath(name).name != name or name.startswith("."):
             return
         with contextlib.suppress(OSError):
@@ -185,4 +173,4 @@ def _keeper(folder: str | None) -> Callable[[str, bytes], None]:
             with open(os.path.join(folder, name), "ab") as file:
                 file.write(data)
 
-    return keep
+    return write

@@ -1,4 +1,4 @@
-"""Host: one machine of a run as the user names it, and how ranks are dealt to several."""
+"""HostSpec: a machine as the user names it in --hosts or --hostfile, and how ranks are dealt to several."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _TARGET = re.compile(r"[A-Za-z0-9_.@%:-]+")  # and no leading dash, which ssh wo
 
 @dataclasses.dataclass(frozen=True)
 class HostSpec:
-    """`target` is what ssh is given, `user@name` or a name; `slots` how many ranks it takes, None where not said."""
+    """`target` is the argument for ssh, `user@name` or a name; `slots` how many ranks it takes, None if not given."""
 
     target: str
     slots: int | None = None
 
     @property
     def name(self) -> str:
-        """As it is called in messages."""
+        """Its name in messages."""
         return self.target.rpartition("@")[2]
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this very machine, so that no ssh is needed. A user named with it means: by ssh."""
+        """Whether it is this machine, so that no ssh is needed. With a user name, ssh is used."""
         if self.target != self.name:
             return False
         if self.name in ("localhost", socket.gethostname(), socket.getfqdn()):
@@ -46,12 +46,12 @@ def parse(text: str) -> tuple[HostSpec, ...]:
 
 
 def read_file(path: str) -> tuple[HostSpec, ...]:
-    """One host per line: `a`, `a:2` or `a slots=2`; empty lines and what follows a # do not count."""
+    """One host per line: `a`, `a:2` or `a slots=2`; empty lines and comments after # are ignored."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = [line.partition("#")[0].strip() for line in file]
     except (OSError, UnicodeDecodeError) as problem:
-        why = problem.strerror if isinstance(problem, OSError) else "it is no text"
+        why = problem.strerror if isinstance(problem, OSError) else "it is not text"
         raise ValueError(f"--hostfile {path} cannot be read: {why}") from None
     hosts = []
     for number, line in enumerate(lines, 1):
@@ -69,7 +69,7 @@ def _item(text: str, where: str) -> HostSpec:
     match = _ITEM.fullmatch(text)
     target = match["target"].strip("[]") if match else ""
     if match is None or not _TARGET.fullmatch(target) or target.startswith("-"):
-        raise ValueError(f"{where}: {text!r} is no host; e.g. a:2, user@b, [fe80::1]:2")
+        raise ValueError(f"{where}: {text!r} is not a host; e.g. a:2, user@b, [fe80::1]:2")
     if match["slots"] is None:
         return HostSpec(target)
     if not match["slots"].isdecimal() or not 1 <= int(match["slots"]) <= MAX_SLOTS:
@@ -85,14 +85,16 @@ def _checked(hosts: Sequence[HostSpec], where: str) -> tuple[HostSpec, ...]:
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{where}: host {name!r} is listed twice; say how many ranks it takes, as {name}:2")
+            raise ValueError(
+                f"{where}: host {name!r} is listed twice; give the number of its ranks instead, as {name}:2"
+            )
     return tuple(hosts)
 
 
 def deal(hosts: Sequence[HostSpec], size: int | None) -> tuple[tuple[HostSpec, ...], int]:
-    """The hosts with their slots settled, and the number of ranks; hosts that get none are left out.
+    """The hosts with their numbers of ranks, and the number of ranks; hosts without any are left out.
 
-    Where slots are said, ranks fill them in order. Where none is, `size` ranks are spread evenly, without it one each.
+    Where slots are given, ranks fill them in order. Else `size` ranks are spread evenly; without a size, one each.
     """
     if all(host.slots is None for host in hosts):
         size = len(hosts) if size is None else size
