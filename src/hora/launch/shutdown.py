@@ -67,7 +67,7 @@ class Grace:
         return cls(**{field.name: getattr(cls, field.name) * factor for field in dataclasses.fields(cls)})
 
 
-class RunView(Protocol):
+class RunFacts(Protocol):
     """What the coordinator and the configuration say of the run at the time of a decision."""
 
     @property
@@ -137,7 +137,7 @@ Action = SendSignal | ReportExit | ReportLoss | ReportPredictorFailure | ReportF
 class ShutdownPolicy:
     """`slots` are the processes to start; with `keep_predictor` the predictor may outlive the training."""
 
-    def __init__(self, slots: Sequence[Slot], view: RunView, grace: Grace, *, keep_predictor: bool = False) -> None:
+    def __init__(self, slots: Sequence[Slot], facts: RunFacts, grace: Grace, *, keep_predictor: bool = False) -> None:
         self.cause: Slot | None = None
         self.lost: list[Slot] = []  # the run went on without these
         self.killed: list[Slot] = []
@@ -146,7 +146,7 @@ class ShutdownPolicy:
         self.others_ran = False  # when the first failure ended the run
         self.gave_up = False
         self.codes: dict[Slot, int] = {}
-        self._view = view
+        self._facts = facts
         self._grace = grace
         self._keep_predictor = keep_predictor
         self._to_start = set(slots)
@@ -205,8 +205,8 @@ class ShutdownPolicy:
         if self.stopping and self._unexplained is None:
             self._schedule_stop(now, (0.0, signal.SIGKILL))
             return []
-        view = self._view
-        training = view.has_joined_workers or (bool(self.running("worker")) and not view.training_ended)
+        facts = self._facts
+        training = facts.has_joined_workers or (bool(self.running("worker")) and not facts.training_ended)
         over = not self._to_start and not training
         if over and not self._running:
             return []
@@ -251,7 +251,7 @@ class ShutdownPolicy:
             return []
         if self.codes[slot] == 0:
             return [ReportExit(slot)]
-        return [ReportPredictorFailure(slot, training=bool(self.running("worker")) or self._view.has_joined_workers)]
+        return [ReportPredictorFailure(slot, training=bool(self.running("worker")) or self._facts.has_joined_workers)]
 
     def _on_failure(self, slot: Slot, now: float) -> list[Action]:
         """The first failure starts the stop, unless the run can go on. A process that lost another, or that ended while
@@ -276,14 +276,14 @@ class ShutdownPolicy:
         return self._blame(slot)
 
     def _can_go_on_without(self, slot: Slot) -> bool:
-        view, code = self._view, self.codes[slot]
-        if view.holds_parameters(slot) or view.announced_failures() or (code > 0 and code != SECONDARY_FAILURE):
+        facts, code = self._facts, self.codes[slot]
+        if facts.holds_parameters(slot) or facts.announced_failures() or (code > 0 and code != SECONDARY_FAILURE):
             return False  # a script that fails is a mistake, not a loss
-        return view.can_lose_workers and (bool(self.running("worker")) or view.has_joined_workers)
+        return facts.can_lose_workers and (bool(self.running("worker")) or facts.has_joined_workers)
 
     def _first_announced(self) -> Slot | None:
         """The first process that announced a failure, if it is still running."""
-        return next((slot for slot in self._view.announced_failures()[:1] if slot in self._running), None)
+        return next((slot for slot in self._facts.announced_failures()[:1] if slot in self._running), None)
 
     @property
     def _unexplained(self) -> Slot | None:
@@ -317,7 +317,7 @@ class ShutdownPolicy:
             for role, noun in (("worker", "rank"), ("server", "server"), ("predictor", "predictor"))
             if (count := len(self.running(role)))
         ]
-        if not counts and not self._view.has_joined_workers:
+        if not counts and not self._facts.has_joined_workers:
             return f"{why} before any rank was started"
         again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
         return f"{why}; stopping {' and '.join(counts) or 'the run, which other workers have joined'}{again}"
@@ -326,7 +326,7 @@ class ShutdownPolicy:
         """Servers and predictor end by themselves after the last worker. One that does not is ended, which is logged
         and no failure."""
         late = self.running("server") if self._keep_predictor else self.running("server", "predictor")
-        workers = self._to_start or self.running("worker") or (late and self._view.has_joined_workers)
+        workers = self._to_start or self.running("worker") or (late and self._facts.has_joined_workers)
         if self.stopping or not late or workers:
             return []
         if self._dismissal is None:

@@ -40,8 +40,8 @@ JOINED_S = 0.1
 """How often to look for the end of workers of other launchers, once the launcher's own have ended."""
 
 
-class CoordinatorView:
-    """shutdown.RunView of a launch: what members told the coordinator, and the configured strategy."""
+class CoordinatorFacts:
+    """shutdown.RunFacts of a launch: what members told the coordinator, and the configured strategy."""
 
     def __init__(self, context: LaunchContext, coordinator: CoordinatorHandle) -> None:
         self._context = context
@@ -94,11 +94,11 @@ class Supervisor:
         self._lost: dict[Slot, str] = {}  # sentences about those that the run went on without
         self._start_error: tuple[Slot, OSError] | None = None
         self._ending = False
-        self._view = CoordinatorView(context, opened.coordinator)
+        self._facts = CoordinatorFacts(context, opened.coordinator)
         self._grace = Grace.from_environment()
         serve = context.config.serve
         self._policy = ShutdownPolicy(
-            context.processes.slots, self._view, self._grace, keep_predictor=serve is not None and serve.after
+            context.processes.slots, self._facts, self._grace, keep_predictor=serve is not None and serve.after
         )
 
     def supervise(self) -> Outcome:
@@ -112,7 +112,7 @@ class Supervisor:
                 if policy.stopping:
                     break
                 self._start(slot)
-            while not policy.gave_up and (policy.running() or (self._view.has_joined_workers and not policy.stopping)):
+            while not policy.gave_up and (policy.running() or (self._facts.has_joined_workers and not policy.stopping)):
                 self._turn()
         finally:
             self._end()
@@ -146,7 +146,7 @@ class Supervisor:
             watched[self._context.reaper.pidfd] = (select.POLLIN, self._on_reaper_exit)
         sources = (self._screen.due, self._display.due, policy.next_deadline, self._backend.next_deadline(), until)
         deadlines = [deadline for deadline in sources if deadline is not None]
-        if not policy.running("worker") and self._view.has_joined_workers:
+        if not policy.running("worker") and self._facts.has_joined_workers:
             deadlines.append(time.monotonic() + JOINED_S)
         timeout_s = min(deadlines) - time.monotonic() if deadlines else None
         poll(watched, timeout_s if wait else 0.0)
@@ -234,13 +234,13 @@ class Supervisor:
 
     def _report_exit(self, process: RunProcess) -> None:
         self._coordinator.report_exit(process.rank, process.role)
-        if process.role == "predictor" and not self._view.value("serving"):
+        if process.role == "predictor" and not self._facts.value("serving"):
             self._screen.say("the predictor served nothing: its script ended without job.prepare(model, optimizer)")
 
     def _report_loss(self, process: RunProcess) -> None:
         self._report_death(process)
         _stream(process).settle()
-        step = self._view.value(f"step/{process.rank}")
+        step = self._facts.value(f"step/{process.rank}")
         sentence = self._lost[process.slot] = outcome.lost(process, step if step.isdecimal() else "")
         self._screen.say(f"{sentence}; the others go on")
 
@@ -299,7 +299,7 @@ class Supervisor:
                 self._processes[cause],
                 list(self._processes.values()),
                 others_ran=policy.others_ran,
-                parameters_lost=self._view.holds_parameters(cause),
+                parameters_lost=self._facts.holds_parameters(cause),
                 announced=dict(self._coordinator.failures()).get(cause, ""),
                 log_dir=self._config.log_dir,
             )
