@@ -190,10 +190,10 @@ def test_another_versions_memory_is_refused_before_the_run(
 def test_two_runs_after_each_other_in_one_directory(watch: Callable[..., RunMonitor], tmp_path: pathlib.Path) -> None:
     first = watch()
     for step in range(1, 6):
-        first.hear(worker(0), encode(work(step, rows=[row(step, loss=1.0)])))
+        first.on_report(worker(0), encode(work(step, rows=[row(step, loss=1.0)])))
     first.close({"code": 1})
     second = watch()
-    second.hear(worker(0), encode(work(1, rows=[row(1, accuracy=1.0)])))
+    second.on_report(worker(0), encode(work(1, rows=[row(1, accuracy=1.0)])))
     second.close({})
     reading = RunReader(str(tmp_path / "memory.sqlite"))
     assert reading.status().samples == 8 and "value/loss" not in reading.curves()[1] and reading.get("end") == {}
