@@ -383,7 +383,7 @@ def test_a_predictor_can_be_tried(browser: Browser, home: pathlib.Path, page: Pa
     import http.server
     import threading
 
-    from test_page_predictor import Answers
+    from test_predict import Answers
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     thread = threading.Thread(target=server.serve_forever)

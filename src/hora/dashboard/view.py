@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from .. import strategies
 from ..monitor.status import RunStatus
 from ..runs.reader import RunReader
 from .catalogue import RunCatalogue, RunNotFound, encode, state_of
@@ -27,6 +28,7 @@ class RunView:
         self._end: dict[str, Any] | None = None  # as the database has it; end.json is written later
         self._version = self._event = self._num_polls = 0
         self._histograms = b""
+        self._strategy: dict[str, Any] = {}
         self._sent: dict[str, Any] = {}
         self.is_new = True  # no snapshot was taken yet
 
@@ -99,6 +101,7 @@ class RunView:
         status = reader.status()
         end = reader.get("end") if status.state == "ended" else None
         self._end = end if isinstance(end, dict) else None
+        self._strategy = _description(status)
         return status
 
     def _refresh_record(self) -> None:
@@ -130,5 +133,15 @@ class RunView:
                 config = self._reader.get("config") or {}
         return {
             "name": run.name, "live": run.live, "run": config, "end": run.end, "problem": self._problem,
-            "remembered": self._database_id is not None, "state": self._state,
+            "remembered": self._database_id is not None, "state": self._state, "strategy": self._strategy,
         }  # fmt: skip
+
+
+def _description(status: RunStatus) -> dict[str, Any]:
+    """What the strategy says of itself, and its options; the page draws from this and knows no strategy by name."""
+    fields = ("topology", "unit", "synchronous")
+    try:
+        strategy = strategies.parse(status.strategy)
+    except ValueError:  # of another version, or not installed here
+        return {**{name: getattr(status, name) for name in fields}, "options": {}}
+    return {**{name: getattr(strategy, name) for name in fields}, "options": dataclasses.asdict(strategy)}

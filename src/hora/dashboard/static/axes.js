@@ -1,4 +1,4 @@
-// Ticks that people would choose, and what stands beside them.
+// Axis ticks at round values, and their labels.
 
 import { duration, number, short } from "./format.js";
 

@@ -10,7 +10,7 @@ const EVERY_MS = 4000;
 const asked = (new URLSearchParams(location.search).get("runs") ?? "").split(",").filter(Boolean);
 const known = new Map(); // name -> {store, hue, shown, problem}
 const charts = new Map();
-let names = [];
+let strategies = new Map(); // of all runs, by name
 
 function add(name) {
   if (known.has(name) || known.size >= MOST) return;
@@ -48,10 +48,10 @@ function chooser() {
     }, "data-run": name });
     const swatch = el("i", { className: "swatch" });
     if (run) swatch.style.background = `var(${run.hue})`;
-    return el("label", { className: "chip" }, box, run ? swatch : null, el("span", { text: name }));
+    return el("label", { className: "chip" }, box, run ? swatch : null, el("span", { text: [name, strategies.get(name)].filter(Boolean).join(" · ") }));
   };
   $("chosen").replaceChildren(el("legend", { text: "Runs" }), ...[...known].map(([name, run]) => chip(name, run)));
-  const others = names.filter((name) => !known.has(name));
+  const others = [...strategies.keys()].filter((name) => !known.has(name));
   $("others").replaceChildren(el("legend", { className: "hidden", text: "Further runs" }), ...(others.length ? others.map((name) => chip(name, null)) : [el("p", { className: "empty", text: "There are no further runs." })]));
 }
 
@@ -79,10 +79,11 @@ function show() {
     }
   }
   table(runs);
+  $("summaries").hidden = !runs.length;
   const problems = [...known].filter(([, run]) => run.problem).map(([name, run]) => `${name}: ${run.problem}`);
   $("problem").hidden = !problems.length;
   say($("problem"), problems.join("; "));
-  say($("about"), known.size ? "the same samples, the same time: who learns faster" : "Choose two runs or more below.");
+  say($("about"), known.size ? "Which run learns faster, per sample and per second." : "Choose two runs or more below.");
   $("others-box").open = $("others-box").open || known.size < 2;
 }
 
@@ -127,7 +128,7 @@ themeSwitch($("theme"), () => {
 for (const id of ["log", "smooth"]) $(id).addEventListener("change", show);
 asked.slice(0, MOST).forEach(add);
 try {
-  names = (await ask("/api/runs")).runs.map((run) => run.name);
+  strategies = new Map((await ask("/api/runs")).runs.map((run) => [run.name, run.strategy]));
 } catch { /* the choice is then what was asked for */ }
 await Promise.all([...known.keys()].map(load));
 chooser();

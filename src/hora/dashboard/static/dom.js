@@ -1,4 +1,4 @@
-// Elements, made of text and attributes alone: nothing that a run says is ever read as HTML.
+// DOM helpers. Elements are made of text and attributes only: no text of a run is ever parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -34,7 +34,7 @@ export function set(node, name, value) {
   if (node.getAttribute(name) !== text) node.setAttribute(name, text);
 }
 
-// As many children as there are items: `make` for a new one, `update` for all. Those that stay are not built anew.
+// Make the children match `items`: `make` builds a new one, `update` is called for all; existing nodes are reused.
 export function keep(parent, items, key, make, update) {
   const known = parent.horaKept ?? (parent.horaKept = new Map());
   const wanted = new Set(items.map(key));
@@ -58,7 +58,7 @@ export async function ask(path, options = {}) {
   try {
     told = await response.json();
   } catch {
-    throw new Error(`${response.status} without a sentence`);
+    throw new Error(`${response.status} without a message`);
   }
   if (!response.ok) throw new Error(told?.error ?? `${response.status}`);
   return told;

@@ -55,6 +55,11 @@ export function percent(share) {
   return share === null || share === undefined ? "–" : Math.round(share * 100) + " %";
 }
 
+// of a worker or server: one whose script ended has "left"
+export function stateWord(state) {
+  return state === "left" ? "finished" : state;
+}
+
 export function date(text) {
   const when = new Date(text);
   if (!text || Number.isNaN(when.getTime())) return "–";

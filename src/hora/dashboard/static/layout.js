@@ -1,26 +1,26 @@
-// Layout: where workers, servers and what is between them stand, and along which lines bytes move, per architecture.
+// Layout: positions of workers, servers and the hub, and the edges along which bytes move, per topology.
 //
 // place(plan, width) -> {height, radius, nodes: [{x, y}], servers: [{x, y, w, h}], hub, edges: [{from, to, path, both}]}
 // from and to are ranks, "hub", or "server k".
 
-export function planOf(now) {
-  const [name, rest = ""] = (now.strategy || "").split(/:(.*)/s);
-  const options = Object.fromEntries(rest.split(",").map((part) => part.split("=").map((word) => word.trim())));
-  const chosen = (now.algorithm || options.algorithm || "").match(/ring|star|tree|halving|shared|engine/)?.[0];
-  // The strategy says what it looks like; runs that were recorded before it did are told by their names.
-  const described = now.topology || { local: "rounds", diloco: "rounds" }[name] || name;
-  const shape = described === "auto" ? chosen ?? "mesh" : described;
-  const num = Math.max(now.size || 0, ...now.workers.map((worker) => worker.rank + 1), 1);
+const ALGORITHMS = ["ring", "star", "tree", "halving", "shared", "engine"];
+const KINDS = [...ALGORITHMS, "rounds", "ps"];
+
+// What to draw. strategy: {topology, unit, synchronous, options}, as the strategy describes itself
+export function planOf(now, strategy) {
+  const { topology = "", unit = "step", synchronous = true, options = {} } = strategy ?? {};
+  const chosen = String(now.algorithm || options.algorithm || "").match(new RegExp(ALGORITHMS.join("|")))?.[0];
   const servers = now.servers.length;
-  const known = ["ring", "star", "tree", "halving", "shared", "engine", "rounds", "ps"];
-  let kind = known.includes(shape) ? shape : chosen ?? "mesh";
+  let kind = KINDS.includes(topology) ? topology : chosen ?? "mesh";
   if (kind === "rounds" && servers) kind = "ps";
   if (kind === "ps" && !servers) kind = "engine";
   return {
-    kind, name, options, chosen, num, servers,
-    loose: name === "ps" ? ["async", "ssp"].includes(options.mode) : options.barrier === "false",
-    rounds: shape === "rounds",
-    every: shape === "rounds" ? options.every ?? (name === "diloco" ? "32" : "8") : null,
+    kind, options, chosen, servers,
+    num: Math.max(now.size || 0, ...now.workers.map((worker) => worker.rank + 1), 1),
+    isAuto: topology === "auto",
+    loose: !synchronous,
+    rounds: unit === "round",
+    every: options.every,
   };
 }
 

@@ -16,7 +16,7 @@ function show() {
   });
   keep($("runs"), found, (run) => run.name, make, update);
   $("none").hidden = found.length > 0;
-  say($("none"), runs.length ? "No run fits these words." : "There are no runs yet: hora run -n 2 train.py makes one.");
+  say($("none"), runs.length ? "No run matches." : "There are no runs yet. Start one with: hora run -n 2 train.py");
   const there = [...chosen].filter((name) => runs.some((run) => run.name === name));
   $("go").disabled = there.length < 2;
   say($("go"), there.length > 1 ? `Compare ${there.length} runs` : "Compare");
@@ -47,7 +47,7 @@ function update(row, run) {
   say(time, duration(run.seconds));
   const known = Object.entries(run.values ?? {});
   const old = run.problem ? (run.problem.includes("another version") ? "written by another version of Hora" : run.problem) : "";
-  say(values, old || known.slice(0, 3).map(([key, value]) => `${key} ${number(value)}`).join(", ") || (run.remembered ? "–" : "no curves were kept"));
+  say(values, old || known.slice(0, 3).map(([key, value]) => `${key} ${number(value)}`).join(", ") || (run.remembered ? "–" : "no curves"));
   set(values, "title", run.problem || known.map(([key, value]) => `${key} ${number(value)}`).join(", "));
 }
 
@@ -61,7 +61,7 @@ async function refresh() {
     show();
   } catch (problem) {
     $("problem").hidden = false;
-    say($("problem"), `The page's server does not answer (${problem.message}); trying again.`);
+    say($("problem"), `The dashboard does not answer (${problem.message}); trying again.`);
   }
   document.documentElement.dataset.ready = "yes";
 }

@@ -1,11 +1,11 @@
-// Live: a run's changes as they come, by server-sent events; where no stream is to be had, by asking now and then.
+// Live changes of a run by server-sent events; by polling where the server rejects the stream.
 
 import { ask } from "./dom.js";
 
 const POLL_MS = 3000;
 
 export class Live {
-  // told(kind, message): whole, change, end; link(text): "" while all is well; ended(): whether the run has said its last
+  // told(kind, message): whole, change, end; link(text): a connection problem or ""; ended(): whether the run is over
   constructor(name, told, link, ended) {
     this.path = `/api/runs/${encodeURIComponent(name)}`;
     [this.told, this.link, this.ended] = [told, link, ended];
@@ -39,7 +39,7 @@ export class Live {
       if (this.over) return;
       if (this.ended()) return this.stop();
       if (source.readyState === EventSource.CLOSED) this.#poll();
-      else this.link("The page's server is gone; trying again. After a run's end, hora dashboard shows it.");
+      else this.link("The dashboard is gone; trying again. After the end of a run, start hora dashboard to see it.");
     });
   }
 
@@ -49,7 +49,7 @@ export class Live {
     clearTimeout(this.timer);
   }
 
-  // the server turned the stream away: ask, and try for a stream again each tenth time
+  // poll, and try to open a stream again every tenth time
   async #poll(times = 1) {
     this.#close();
     if (this.over || document.hidden) return;
@@ -63,12 +63,12 @@ export class Live {
         return;
       }
     } catch (problem) {
-      this.link(`The page's server does not answer (${problem.message}); trying again.`);
+      this.link(`The dashboard does not answer (${problem.message}); trying again.`);
     }
     if (!this.over) this.timer = setTimeout(() => (times % 10 ? this.#poll(times + 1) : this.#open()), POLL_MS);
   }
 
-  // a page that nobody sees takes no stream: browsers allow few to one server
+  // a hidden page holds no stream: browsers allow few per server
   #visible() {
     if (this.over) return;
     if (document.hidden) this.#close();

@@ -2,7 +2,7 @@
 
 import { Bars } from "./bars.js";
 import { $, ask, el, keep, say } from "./dom.js";
-import { bytes, duration, number, short } from "./format.js";
+import { bytes, duration, number, short, stateWord } from "./format.js";
 
 const ICONS = { joined: "+", left: "−", died: "✕", slow: "▲", even: "=", checkpoint: "◆", restore: "↺", skipped: "⊘", stop: "■", serving: "»", end: "●" };
 const MAX_SHOWN = 200;
@@ -12,23 +12,25 @@ export function showEvents(list, events) {
   keep(list, newest, (event) => event.number, (event) =>
     el("li", { className: `event kind-${/^[a-z]+$/.test(event.kind) ? event.kind : "other"}` },
       el("span", { className: "icon", "aria-hidden": "true", text: ICONS[event.kind] ?? "•" }),
-      el("span", { className: "kind", text: event.kind }),
+      el("span", { className: "kind", text: stateWord(event.kind) }),
       el("span", { className: "text", text: wordsOf(event) }),
       el("span", { className: "when", text: `${duration(event.at)} · step ${event.step.toLocaleString("en")}` })));
 }
 
-// these say by their kind alone what happened, so that who it was has to be said
+// the kind of these events says what happened; the text must say to whom
 function wordsOf({ kind, who, text }) {
   if (!["joined", "left", "died"].includes(kind)) return text || who;
   const why = kind === "joined" ? "" : text;
   return [who, why].filter(Boolean).join(": ");
 }
 
+const INTERNAL = ["name", "run", "module", "color", "fork", "progress", "bind", "pid", "ended.data"]; // of run.json and end.json: not of interest here
+
 // Nested facts as one list: serve.port 8000
 export function showConfig(list, facts) {
   const rows = [];
   const walk = (prefix, value) => {
-    if (value === null || value === undefined || value === "") return;
+    if (value === null || value === undefined || value === "" || value === false || INTERNAL.includes(prefix)) return;
     if (prefix === "ended.auto") {
       const words = Object.values(value).map(choicesOf).filter(Boolean);
       if (words.length) rows.push([prefix, words.join("\n")]);
@@ -36,7 +38,7 @@ export function showConfig(list, facts) {
       if (value.length) rows.push([prefix, value.map((one) => (typeof one === "object" ? JSON.stringify(one) : String(one))).join(prefix === "ended.lost" ? "\n" : " ")]);
     } else if (typeof value === "object") {
       for (const [key, inner] of Object.entries(value)) walk(prefix ? `${prefix}.${key}` : key, inner);
-    } else rows.push([prefix, String(value)]);
+    } else rows.push([prefix, prefix.startsWith("ended.peak_bytes") ? bytes(value) : String(value)]);
   };
   walk("", facts);
   const text = JSON.stringify(rows);
@@ -45,7 +47,7 @@ export function showConfig(list, facts) {
   list.replaceChildren(...rows.map(([key, value]) => el("div", {}, el("dt", { text: key }), el("dd", { text: value }))));
 }
 
-// What auto chose, from the JSON that the ranks have left: star up to 2.9 kB, then halving
+// What auto chose, from the JSON in end.json: star up to 2.9 kB, then halving
 function choicesOf(json) {
   try {
     const parts = JSON.parse(json).rows.map((row) => [String(row.algorithm), row.up_to_bytes]);
@@ -74,10 +76,10 @@ export class Lags {
     }
     const name = (place) => (width === 1 ? String(place) : `${place * width}–${(place + 1) * width - 1}`);
     this.bars.set(bars, bars.map((_, place) => ({ at: (place + 0.5) / bars.length, text: name(place) })),
-      `Staleness: ${short(all)} updates, mean lag ${number(sum / (all || 1), 3)}, largest ${top}`);
+      `Staleness: ${short(all)} block updates, mean lag ${number(sum / (all || 1), 3)}, largest ${top}`);
     this.bars.canvas.hidden = top === 0;
-    if (all && !top) return `none: no update of ${short(all)} was late`;
-    return all ? `mean ${number(sum / all, 3)}, largest ${top}, ${short(all)} updates` : "";
+    if (all && !top) return `none: none of ${short(all)} block updates was stale`;
+    return all ? `mean ${number(sum / all, 3)}, largest ${top}, ${short(all)} block updates` : "";
   }
 
   redraw() {
@@ -85,7 +87,7 @@ export class Lags {
   }
 }
 
-// What the script logged as tensors: the newest of each name, and a slider to those before.
+// Logged histograms: the newest of each name, with a slider to earlier ones.
 export class Histograms {
   constructor(holder) {
     this.holder = holder;
@@ -149,13 +151,13 @@ export class Predictor {
     });
   }
 
-  // unit: what a version is counted in; ended: whether there was one, and it is over
+  // unit of the parameters' version: step or update; ended: whether the run is over
   async show(serving, unit = "step", ended = false) {
     const changed = serving !== this.serving;
     this.serving = serving;
     $("predict-form").hidden = !serving;
     if (!serving) {
-      say($("predict-state"), ended ? "The run has ended, and its predictor with it." : "Its predictor does not answer yet.");
+      say($("predict-state"), ended ? "The run has ended, and its predictor with it." : "The predictor does not answer yet.");
       return;
     }
     if (!changed && this.asked && performance.now() - this.asked < 3000) return;

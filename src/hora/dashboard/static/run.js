@@ -2,10 +2,9 @@
 
 import { Chart } from "./chart.js";
 import { $, PALETTE, ask, el, keep, say, set, themeSwitch } from "./dom.js";
-import { bytes, date, duration, number, percent, short, whole } from "./format.js";
+import { bytes, date, duration, number, percent, short, stateWord, whole } from "./format.js";
 import { Live } from "./live.js";
 import { Histograms, Lags, Predictor, showConfig, showEvents } from "./panels.js";
-import { planOf } from "./layout.js";
 import { Scene } from "./scene.js";
 import { Store } from "./store.js";
 import { Workers } from "./workers.js";
@@ -23,7 +22,7 @@ const lags = new Lags($("lags"));
 const histograms = new Histograms($("histograms"));
 const predictor = new Predictor(name);
 let all = false;
-let lost = false; // whether nobody tells the page what the run does
+let lost = false; // whether the connection to the dashboard is lost
 
 const live = new Live(name, (kind, told) => {
   if (kind === "whole") store.whole(told);
@@ -50,7 +49,7 @@ function show() {
   banner(now);
   tiles(now);
   curves();
-  scene.update(now, going() && now.state !== "ended");
+  scene.update(now, store.told.strategy, going() && now.state !== "ended");
   workers.update(store, choice("x"));
   servers(now);
   const words = lags.show(now.lags);
@@ -61,7 +60,7 @@ function show() {
   histograms.show(store.histograms);
   showEvents($("events"), store.events);
   $("no-events").hidden = store.events.length > 0;
-  if (going() || !store.told.live) predictor.show(store.told.live ? now.serving : "", planOf(now).loose ? "update" : "step", !store.told.live);
+  if (going() || !store.told.live) predictor.show(store.told.live ? now.serving : "", store.told.strategy?.synchronous === false ? "update" : "step", !store.told.live);
   $("predict-card").hidden = !(store.told.live && now.serving) && !store.told.run?.serve;
 }
 
@@ -88,9 +87,9 @@ function problem() {
   const { told } = store;
   const end = told.end;
   let text = told.problem ?? "";
-  if (!text && told.remembered === false) text = told.live ? "The run has not told anything yet." : "This run kept no memory of its curves: it is from an older version of Hora, or its directory could not be written. What is known of it stands below.";
+  if (!text && told.remembered === false) text = told.live ? "The run has not reported anything yet." : "This run has no database, so no curves: it is of an older version of Hora, or its directory could not be written. Its configuration is below.";
   if (!text && ["failed", "stopped"].includes(told.state)) text = `It ended with code ${end?.code}${end?.cause ? `: ${typeof end.cause === "string" ? end.cause : JSON.stringify(end.cause)}` : ""}`;
-  if (!text && told.state === "lost") text = "Its launcher went without a word; this is what was known then.";
+  if (!text && told.state === "lost") text = "The launcher was killed; this is the last known state.";
   $("problem").hidden = !text;
   say($("problem"), text);
 }
@@ -173,7 +172,7 @@ function rankOf(value) {
 function servers(now) {
   $("server-card").hidden = !now.servers.length;
   keep($("servers"), now.servers, (server) => server.number, () => el("tr", {}, ...Array.from({ length: 7 }, () => el("td"))), (row, server) => {
-    const cells = [`server ${server.number}${server.state === "alive" ? "" : ` · ${server.state}`}`, bytes(server.load_bytes), percent(server.busy), whole(server.queue), `${number(server.updates_per_s, 3)}/s`,
+    const cells = [`server ${server.number}${server.state === "alive" ? "" : ` · ${stateWord(server.state)}`}`, bytes(server.load_bytes), percent(server.busy), whole(server.queue), `${number(server.updates_per_s, 3)}/s`,
       `${bytes(server.bytes_in_per_s)}/s`, `${bytes(server.bytes_out_per_s)}/s`];
     cells.forEach((text, place) => say(row.children[place], text));
   });

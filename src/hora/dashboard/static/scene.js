@@ -1,7 +1,7 @@
-// Scene: the architecture as it is. Lines light up and carry dots while bytes move along them.
+// Scene: the topology of the run as SVG. Edges light up and carry dots while bytes move along them.
 
 import { say, set, svg } from "./dom.js";
-import { bytes, percent, whole } from "./format.js";
+import { bytes, percent, stateWord, whole } from "./format.js";
 import { place, planOf, roundLength } from "./layout.js";
 
 const MAX_DOTS = 48;
@@ -10,7 +10,7 @@ const SPOTS = 48; // of a line, between which a dot moves straight
 const FRAME_MS = 30;
 const PARTS = ["compute", "wait", "comm"];
 const TITLES = {
-  ring: "Ring all-reduce: each worker sends to the next", star: "Star: everyone sends to rank 0, which sends back",
+  ring: "Ring all-reduce: each worker sends to the next", star: "Star: all workers send to rank 0, which sends the sum back",
   tree: "Tree: sums go up, results come down", halving: "Recursive halving and doubling: pairs exchange",
   shared: "Shared memory: each worker reduces its share", engine: "The engine's own all-reduce",
   mesh: "All-reduce; the algorithm is chosen at the first step", ps: "Parameter servers", rounds: "Local steps, then a round",
@@ -29,11 +29,11 @@ export class Scene {
     requestAnimationFrame((at) => this.#frame(at));
   }
 
-  update(now, live = this.live) {
-    [this.now, this.live] = [now, live];
+  update(now, strategy = this.strategy, live = this.live) {
+    [this.now, this.strategy, this.live] = [now, strategy, live];
     const width = Math.floor(this.holder.clientWidth);
     if (!width) return;
-    const plan = planOf(now);
+    const plan = planOf(now, strategy);
     const key = [width, plan.kind, plan.num, plan.servers, plan.loose, plan.rounds].join(" ");
     if (key !== this.key) this.#build(plan, width, key);
     this.plan = plan;
@@ -78,8 +78,8 @@ export class Scene {
       const worker = byRank.get(rank);
       const state = worker?.state ?? "waiting";
       set(node.root, "class", `node ${state}${worker?.slow ? " slow" : ""}`);
-      say(node.label, state === "died" ? "died" : state === "left" ? "left" : worker?.slow ? `slow ×${worker.slow.toFixed(1)}` : "");
-      say(node.title, worker ? `${worker.name}: ${state}, step ${worker.step}` : `rank ${rank} is not here yet`);
+      say(node.label, state === "died" ? "died" : state === "left" ? "finished" : worker?.slow ? `slow ×${worker.slow.toFixed(1)}` : "");
+      say(node.title, worker ? `${worker.name}: ${stateWord(state)}, step ${worker.step}` : `rank ${rank} has not joined yet`);
       const shares = worker && state === "alive" ? this.#shares(worker, now) : [];
       let start = 0;
       node.arcs.forEach((arc, part) => {
@@ -122,8 +122,8 @@ export class Scene {
       const rounds = now.rounds ?? Math.max(0, ...now.workers.map((worker) => worker.rounds ?? 0));
       const texts = {
         shared: ["memory", "shared", rate ? `${bytes(rate)}/s` : ""],
-        engine: [plan.options.engine ?? plan.options.backend ?? "engine", "", rate ? `${bytes(rate)}/s` : ""],
-        rounds: [whole(rounds), "round", `every ${plan.every}`],
+        engine: [plan.options.backend ?? "engine", "", rate ? `${bytes(rate)}/s` : ""],
+        rounds: [whole(rounds), "round", plan.every ? `every ${plan.every}` : ""],
       }[plan.kind];
       say(this.middle.big, texts[0]);
       say(this.middle.over, texts[1]);
@@ -195,9 +195,9 @@ export class Scene {
     const lit = this.edges.filter((edge) => edge.node.classList.contains("lit")).length;
     const slow = now.workers.filter((worker) => worker.slow).map((worker) => `rank ${worker.rank}`);
     const title = plan.kind === "ps"
-      ? `${plan.servers} parameter ${plan.servers === 1 ? "server" : "servers"}${plan.loose ? ", nobody waits" : plan.rounds ? ", a round now and then" : ", all step together"}`
+      ? `${plan.servers} parameter ${plan.servers === 1 ? "server" : "servers"}${plan.loose ? "; workers do not wait for each other" : plan.rounds ? "; workers average in rounds" : "; workers step together"}`
       : TITLES[plan.kind];
-    say(this.caption, plan.name === "auto" && plan.chosen ? `${title} (chosen by auto)` : title);
+    say(this.caption, plan.isAuto && plan.chosen ? `${title} (chosen by auto)` : title);
     const words = [`${title}. ${plan.num} workers`, lit ? `bytes move on ${lit} of ${this.edges.length} lines` : "no bytes move now"];
     if (plan.rounds) words.push(`round ${now.rounds ?? 0}`);
     if (slow.length) words.push(`slow: ${slow.join(", ")}`);

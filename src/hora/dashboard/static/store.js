@@ -1,4 +1,4 @@
-// What is known of a run: its curves as they grow, and the newest of everything else.
+// Store: the state of a run on this page: its curves, and the newest of everything else.
 
 export const START = 0, STEPS = 1, AT = 2, SAMPLES = 3, MEAN = 4, LOW = 5, HIGH = 6, LAST = 7, COUNT = 8;
 
@@ -35,7 +35,7 @@ export class Store {
       if (this.events.length > 500) this.events.splice(0, this.events.length - 500);
     }
     if (told.histograms) this.histograms = told.histograms;
-    for (const key of ["name", "live", "run", "end", "problem", "remembered", "state", "summary", "version"]) {
+    for (const key of ["name", "live", "run", "end", "problem", "remembered", "state", "strategy", "summary", "version"]) {
       if (key in told) this.told[key] = told[key];
     }
   }

@@ -2,7 +2,7 @@
 
 import { label, ticks, timeLabel, timeTicks } from "./axes.js";
 import { color, el, keep, prepare, say, set } from "./dom.js";
-import { bytes, moment, short } from "./format.js";
+import { bytes, moment, short, stateWord } from "./format.js";
 import { MEAN, START, X } from "./store.js";
 
 const PARTS = ["compute", "wait", "comm"];
@@ -53,7 +53,7 @@ export class Workers {
     const row = this.rows.get(worker.rank);
     const alive = worker.state === "alive";
     set(row.node, "class", `worker ${worker.state}${worker.slow ? " slow" : ""}`);
-    say(row.name, `rank ${worker.rank}${alive ? (worker.slow ? " · slow" : "") : ` · ${worker.state}`}`);
+    say(row.name, `rank ${worker.rank}${alive ? (worker.slow ? " · slow" : "") : ` · ${stateWord(worker.state)}`}`);
     set(row.name, "title", worker.name);
     PARTS.forEach((part, place) => {
       row.bars[place].style.width = `${alive ? ((100 * worker[`${part}_s`]) / longest).toFixed(2) : 0}%`;
