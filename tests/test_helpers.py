@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hora
-from hora import job as job_module
+from hora.job import job as job_module
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hora
-from hora import job as job_module
+from hora.job import job as job_module
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_close_may_be_called_again_and_a_new_job_begun() -> None:
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather", "reduce_scatter"])
 def test_a_collective_before_init_says_what_to_call(name: str) -> None:
-    with pytest.raises(hora.HoraError, match=r"no job yet: call hora\.init\(\) first"):
+    with pytest.raises(hora.HoraError, match=r"there is no job: call hora\.init\(\) first"):
         getattr(hora, name)(torch.ones(1))
 
 
@@ -117,7 +117,7 @@ def test_nothing_is_said_where_script_and_command_line_agree(
 def test_a_bad_strategy_says_what_exists(strategy: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         hora.init(strategy)
-    with pytest.raises(hora.HoraError, match="no job yet"):
+    with pytest.raises(hora.HoraError, match="there is no job"):
         hora.barrier()
 
 
@@ -186,7 +186,7 @@ def test_an_unknown_on_nonfinite_says_what_exists() -> None:
 
 def test_the_ledger_can_be_printed_once_there_is_a_loader() -> None:
     job = hora.init()
-    with pytest.raises(hora.HoraError, match="no ledger yet"):
+    with pytest.raises(hora.HoraError, match="no loader yet"):
         job.ledger()
     job.shard([1, 2, 3], batch_size=2)
     assert str(job.ledger()).startswith("all workers: 0 of 2 batches done, 0 leased, 2 pending; 0 of 3 samples done")

@@ -16,7 +16,7 @@ import torch
 
 import ranks
 from hora.collectives import Group
-from hora.data import shard
+from hora.data import DataService, shard
 from hora.rendezvous.context import RunContext
 from hora.strategies import parse
 from hora.training import Training
@@ -47,6 +47,12 @@ def training(group: Group, strategy: str = "shared", history: str = "", **option
     made = Training(group, group._control, chosen, **options)
     _open.append(made)
     return made
+
+
+def data_service(one: Training, group: Group, leased: bool) -> DataService:
+    """As a job's: for shard(..., service=)."""
+    context = RunContext(control=group._control, rank=one.rank, token=ranks.TOKEN, timeout_s=20.0)
+    return DataService(context, leased=leased, last=one.last_epoch, idle=one.idle)
 
 
 def close_all() -> None:

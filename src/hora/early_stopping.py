@@ -1,86 +1,13 @@
-"""EarlyStopping: ends a training for all workers once a value, averaged over them, is good enough or gets no better."""
+"""EarlyStopping: stops all workers once a value, averaged over them, is good enough or does not improve."""
 
 from __future__ import annotations
 
 import math
-import threading
 
-import msgspec
 import torch
 
-from .coordinator import CoordinatorConnection, CoordinatorEvent
 from .job import Job, current
-
-FIRST_S = 1.0
-"""At the first call: how long the other workers may take to come to theirs, before those that came are all."""
-
-WAIT_S = 0.25
-"""At later calls: how long one waits for the others' values, where all step together."""
-
-
-class WorkerMeans:
-    """The mean over the workers of a value that each of them gives from time to time.
-
-    Where they step together (`together`) the k-th values of all make the k-th mean, so that all workers see the same
-    means. Otherwise a worker gets the mean of everybody's newest. A worker that has ended, or never gives a value, is
-    not waited for.
-    """
-
-    def __init__(self, control: CoordinatorConnection, rank: int, size: int, topic: str, together: bool) -> None:
-        self._control = control
-        self._rank = rank
-        self._size = size
-        self._topic = topic
-        self._together = together
-        self._values: dict[int, list[float]] = {rank: []}
-        self._behind: dict[int, int] = {}  # by how many calls a worker that was waited for in vain is behind
-        self._ended: set[int] = set()
-        self._num_means = 0
-        self.num_workers = 1
-        """In the last mean."""
-        self._news = threading.Condition()
-
-    def add(self, value: float) -> list[float]:
-        """This worker's next value. The means that are known now and were not before, oldest first."""
-        self._control.send(self._topic, msgspec.msgpack.encode(value))
-        with self._news:
-            mine = self._values[self._rank]
-            mine.append(value)
-            if not self._together:
-                newest = [values[-1] for rank, values in self._values.items() if rank not in self._ended]
-                self.num_workers = len(newest)
-                return [math.fsum(newest) / len(newest)]
-            first = len(mine) == 1
-            self._news.wait_for(lambda: self._has_all(first), FIRST_S if first else WAIT_S)
-            self._behind = {rank: len(mine) - len(values) for rank, values in self._values.items()}
-            known = min(len(values) for rank, values in self._values.items() if rank not in self._ended)
-            every = self._values.values()
-            rows = [[values[k] for values in every if len(values) > k] for k in range(self._num_means, known)]
-            self._num_means = max(known, self._num_means)
-        self.num_workers = len(rows[-1]) if rows else self.num_workers
-        return [math.fsum(row) / len(row) for row in rows]
-
-    def _has_all(self, first: bool) -> bool:
-        if first and len(self._values) < self._size:
-            return False
-        wanted = len(self._values[self._rank])
-        return all(
-            len(values) >= wanted - self._behind.get(rank, 0)
-            for rank, values in self._values.items()
-            if rank not in self._ended
-        )
-
-    def hear(self, event: CoordinatorEvent) -> None:
-        """On the line's thread: another worker has told a value, or has ended."""
-        if event.member is None or event.member.role != "worker":
-            return
-        rank = event.member.rank
-        with self._news:
-            if event.kind == "message" and event.topic == self._topic:
-                self._values.setdefault(rank, []).append(msgspec.msgpack.decode(event.body, type=float))
-            elif event.kind in ("left", "died") and rank != self._rank:
-                self._ended.add(rank)
-            self._news.notify_all()
+from .worker_means import WorkerMeans
 
 
 class EarlyStopping:
@@ -91,7 +18,7 @@ class EarlyStopping:
         …
         stopping(accuracy)                                  # once per evaluation; True once it has asked to stop
 
-    What counts is the mean over the workers that call it. It stops all of them after the same step.
+    The mean over the workers that call it counts. It stops all of them after the same step.
     """
 
     def __init__(
@@ -120,14 +47,15 @@ class EarlyStopping:
         self._means: WorkerMeans | None = None
 
     def __call__(self, value: float | torch.Tensor) -> bool:
-        """This worker's value, a number or a tensor of one element; whether the training is to stop."""
+        """Takes this worker's value, a number or a tensor of one element; returns whether the training is to stop."""
         job = current()
         number = float(value.detach() if isinstance(value, torch.Tensor) else value)
         if job.size == 1:
             self._judge(job, number)
             return bool(self.reason)
         if self._means is None:
-            self._means = job._worker_means(WorkerMeans)
+            sync = job.training.sync
+            self._means = job._means.make(job.rank, job.size, together=sync is not None and sync.lockstep)
         for mean in self._means.add(number):
             self._judge(job, mean)
         return bool(self.reason)

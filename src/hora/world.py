@@ -11,7 +11,6 @@ import os
 import select
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -19,9 +18,10 @@ import torch
 
 from .collectives.deadlock import DeadlockDetector
 from .collectives.group import Group
-from .coordinator import CoordinatorConnection, CoordinatorEvent, Member
+from .coordinator import CoordinatorConnection, CoordinatorEvent, InProcessCoordinator, Member
 from .errors import HoraError, OutOfMemory, PeerLost
 from .net.fd_passing import FdPassing
+from .net.fork import forget_after_fork
 from .net.interface import kernel
 from .transport import GroupSpec, InProcessHub, InProcessTransport, Transport, futex
 from .transport.engine import open_engine
@@ -106,7 +106,7 @@ class World:
         self._deadlocks = DeadlockDetector(control, str(members[rank]), self._numbers, self._break_off)
         control.subscribe(self._hear)
         control.subscribe(self._deadlocks.hear)
-        _forget_after_fork(self)
+        forget_after_fork(self)
         if self._hub is None:
             self._meet()
         self.hosts = tuple(hosts) if hosts is not None else self._find_hosts()
@@ -377,12 +377,9 @@ class World:
             self._passing.close()
 
 
-def _forget_after_fork(world: World) -> None:
-    reference = weakref.ref(world)
-
-    def forget() -> None:
-        found = reference()
-        if found is not None:
-            found.forget()
-
-    os.register_at_fork(after_in_child=forget)
+def single_process_world(member: Member, timeout_s: float) -> World:
+    """A world of this process alone, with a coordinator of its own."""
+    control = InProcessCoordinator(1).connect()
+    me = Member("worker", 0, member.host, member.pid)
+    control.join(me)
+    return World(control, (me,), 0, 1, b"", timeout_s=timeout_s)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from seats import Count, Numbers, Recorder, flat, global_batches, ranks
+from callbacks import Count, Numbers, Recorder, SingleWorkerCallbacks, flat, global_batches, ranks
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,7 +23,6 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from hora.data import shard
-from hora.data.loader import SingleWorkerCallbacks
 
 
 def samples(loader: Any) -> list[int]:
@@ -139,9 +138,9 @@ def test_any_other_sampler_is_drawn_on_rank_0_and_dealt(name: str, caplog: pytes
     with caplog.at_level(logging.INFO, "hora.data"):
         loaders = ranks(3, lambda: DataLoader(Numbers(20), batch_size=2, sampler=SAMPLERS[name]()))
     assert [record.message for record in caplog.records] == [
-        f"{type(SAMPLERS[name]()).__name__}: rank 0 draws the samples of every epoch, and all workers share them"
+        f"{type(SAMPLERS[name]()).__name__}: rank 0 draws the samples of every epoch for all workers"
     ]
-    board = loaders[0]._seat._board  # type: ignore[attr-defined]
+    board = loaders[0]._callbacks._board  # type: ignore[attr-defined]
     for epoch in range(2):
         batches = global_batches(loaders)
         assert flat(batches) == board[epoch].tolist()
@@ -160,26 +159,26 @@ def test_resuming_goes_on_with_the_same_draw(num_workers: int) -> None:
 
     stopped, resumed = make(), make()
     for loader in stopped:
-        loader._seat.stop_before = 1
+        loader._callbacks.stop_before = 1
     first = global_batches(stopped)
-    drawn = stopped[0]._seat._board[0].tolist()
+    drawn = stopped[0]._callbacks._board[0].tolist()
     for loader, other in zip(resumed, stopped, strict=True):
         state = json.loads(json.dumps(other.state()))
         assert state == {"epoch": 0, "batch": 1, "order": drawn}
         loader.load(state)
         assert loader.state() == state
     assert flat(first + global_batches(resumed)) == drawn
-    assert resumed[0]._seat._board == []
+    assert resumed[0]._callbacks._board == []
     assert resumed[0].state() == {"epoch": 1, "batch": 0}
-    assert flat(global_batches(resumed)) == resumed[0]._seat._board[0].tolist() != drawn
+    assert flat(global_batches(resumed)) == resumed[0]._callbacks._board[0].tolist() != drawn
 
 
 def test_a_draw_and_a_loader_without_a_sampler_do_not_fit() -> None:
     plain = shard(Numbers(5), SingleWorkerCallbacks(), batch_size=1)
-    with pytest.raises(ValueError, match="holds what a sampler drew, and this loader has none: load it into its like"):
+    with pytest.raises(ValueError, match="saved from a loader with a sampler; this loader has none"):
         plain.load({"epoch": 0, "batch": 1, "order": [1, 0]})
     drawing = shard(DataLoader(Numbers(5), sampler=[1, 0]), SingleWorkerCallbacks())
-    with pytest.raises(ValueError, match="holds no order, and this loader's sampler draws one: load it into its like"):
+    with pytest.raises(ValueError, match="saved from a loader without a sampler; this loader has one"):
         drawing.load({"epoch": 0, "batch": 1})
     drawing.load({"epoch": 1, "batch": 0})
 
@@ -235,27 +234,27 @@ def test_options_that_a_loader_has_are_not_given_twice() -> None:
 
 def test_what_hora_cannot_deal_is_refused_with_the_way_out() -> None:
     sampler: Any = DistributedSampler(Numbers(4), num_replicas=2, rank=0)
-    refuse(DataLoader(Numbers(4), sampler=sampler), "DistributedSampler, and Hora deals the samples itself: give the")
+    refuse(DataLoader(Numbers(4), sampler=sampler), "DistributedSampler, but Hora divides the samples itself: give the")
     nested = BatchSampler(sampler, 2, False)
-    refuse(DataLoader(Numbers(4), batch_sampler=nested), "DistributedSampler, and Hora deals the samples itself")
+    refuse(DataLoader(Numbers(4), batch_sampler=nested), "DistributedSampler, but Hora divides the samples itself")
     refuse(DataLoader(Numbers(4), batch_sampler=Mine()), r"batch_sampler of its own \(Mine\).*: give it batch_size")
     refuse(DataLoader(Numbers(4), batch_size=None), "batch_size=None.*: give it a batch_size")
     refuse(DataLoader(Count(4), batch_size=None), "batch_size=None.*: give it a batch_size")
-    refuse(DataLoader(Numbers(4), sampler=Endless()), "how many samples Endless draws.*: give it a __len__")
+    refuse(DataLoader(Numbers(4), sampler=Endless()), "Endless does not say how many samples .*: give it a __len__")
     refuse(DataLoader(Numbers(4), sampler=[1]), "shuffle=True has no effect .* list draws: leave one", shuffle=True)
     refuse((number for number in range(4)), "the samples of a generator: give a dataset with __len__", batch_size=1)
     refuse(shard([1], SingleWorkerCallbacks(), batch_size=1), "the samples of a Shard: give a dataset", batch_size=1)
-    refuse(DataLoader(Numbers(4), num_workers=1, in_order=False), "in_order=False would mix up .*: leave it out")
+    refuse(DataLoader(Numbers(4), num_workers=1, in_order=False), "in_order=False would mix the .*: leave it out")
 
 
 def test_a_sampler_must_keep_its_word() -> None:
     seat = Recorder()
     loader = shard(DataLoader(Numbers(4), sampler=EndlessWithLength()), seat)
     with pytest.raises(
-        ValueError, match=r"EndlessWithLength gives more samples than the 4 of its len\(\): let the two"
+        ValueError, match=r"EndlessWithLength gives more samples than the 4 of its len\(\): both must be"
     ):
         list(loader)
     assert seat.calls[-1] == ("leave", False)
     names: Any = ["a", "b"]
-    with pytest.raises(ValueError, match="list gives samples that are not whole numbers: let it give indices"):
+    with pytest.raises(ValueError, match="list yields samples that are not integers: it must yield indices"):
         list(shard(DataLoader(Numbers(4), sampler=names), SingleWorkerCallbacks()))

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from seats import Count, Numbers, Recorder
+from callbacks import Count, Numbers, Recorder
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from hora.coordinator import InProcessCoordinator, Member
 from hora.data import BatchSlice, DataService, LeasedBlock, Shard, shard
 from hora.data.ledger import order
 from hora.errors import HoraError, PeerLost
+from hora.rendezvous.context import RunContext
 
 TOKEN = b"t" * 32
 
@@ -58,14 +59,11 @@ class Worker:
         self.line = hub.connect()
         self.seen: list[tuple[int | None, int]] = []  # epoch of the loop, sample
         self.error: BaseException | None = None
-        self.desk = DataService(
-            control=self.line,
-            rank=rank,
-            token=TOKEN,
+        self.service = DataService(
+            RunContext(control=self.line, rank=rank, token=TOKEN, timeout_s=20.0),
             leased=leased,
             last=self.seat.last,
             idle=self.seat.waits.append,
-            timeout_s=20.0,
         )
 
     def start(self, work: Callable[[Worker], None]) -> None:
@@ -86,7 +84,7 @@ class Worker:
             raise self.error
 
     def shard(self, data: Any, **options: Any) -> Shard:
-        return shard(data, self.seat, desk=self.desk, **{"batch_size": 2, **options})
+        return shard(data, self.seat, service=self.service, **{"batch_size": 2, **options})
 
     def train(self, loader: Shard, each: Callable[[], None] = lambda: None) -> None:
         for epoch in range(self.seat.num_epochs):
@@ -344,7 +342,7 @@ def test_a_dealt_state_is_gone_on_with_and_one_that_does_not_fit_is_refused() ->
         worker.train(loader)
         assert [number for _, number in worker.seen] == [2, 3, 4, 5, 6, 7]
         loader.load({"epoch": 3, "batch": 9})
-        with pytest.raises(ValueError, match="has only 8: go on with the dataset"):
+        with pytest.raises(ValueError, match="has only 8: restore with the dataset"):
             worker.seat.now = 3
             list(loader)
         with pytest.raises(ValueError, match="is no state of a loader"):
@@ -413,7 +411,7 @@ def test_a_dataset_that_lies_with_one_rank_is_handed_out(leased: bool, num_worke
             worker.seen += [(0, n) for n in numbers.tolist()]
             if number == 0:
                 time.sleep(0.1)
-        worker.desk.close()
+        worker.service.close()
 
     workers = run(3, work, leased=leased)
     assert seen(workers) == list(range(20))
@@ -434,10 +432,10 @@ def test_a_batch_that_cannot_travel_names_its_type() -> None:
         try:
             list(loader)
         finally:
-            worker.desk.close()
+            worker.service.close()
 
     with pytest.raises(
-        HoraError, match=r"rank 0 could not hand out samples: .*the batch has type object; what is handed"
+        HoraError, match=r"rank 0 could not send samples: .*the batch has type object; batches for other"
     ):
         run(2, work, leased=False)
 
@@ -450,16 +448,16 @@ def test_an_error_of_the_dataset_reaches_whoever_asked() -> None:
     def work(worker: Worker) -> None:
         loader = worker.shard(Broken(4), source=0)
         if worker.rank == 1:
-            with pytest.raises(HoraError, match="rank 0 could not hand out samples: KeyError: 'sample 2 is broken'"):
+            with pytest.raises(HoraError, match="rank 0 could not send samples: KeyError: 'sample 2 is broken'"):
                 list(loader)
-        worker.desk.close()
+        worker.service.close()
 
     run(2, work, leased=False)
 
 
 def test_what_cannot_be_handed_out_is_said_on_every_rank() -> None:
     def work(worker: Worker) -> None:
-        with pytest.raises((ValueError, HoraError), match="which a NoneType does not give: give a dataset"):
+        with pytest.raises((ValueError, HoraError), match="which a NoneType does not support: give a dataset"):
             worker.shard(None, source=0)
 
     run(2, work)
@@ -478,7 +476,7 @@ def test_a_source_that_dies_is_named(when: str) -> None:
         if when == "between":
             worker.shard(Numbers(20), source=0)
             assert offered.wait(10)
-            worker.desk.close(linger_s=0)
+            worker.service.close(linger_s=0)
         hub.died(0, "killed")
         died.set()
 
@@ -500,7 +498,7 @@ def test_the_source_stays_until_the_others_have_read() -> None:
     def work(worker: Worker) -> None:
         loader = worker.shard(Numbers(12), source=0)
         worker.train(loader, lambda: time.sleep(0.1 * worker.rank))
-        worker.desk.close()
+        worker.service.close()
         worker.line.leave()
 
     assert seen(run(2, work, leased=False)) == list(range(12))

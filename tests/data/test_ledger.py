@@ -81,7 +81,7 @@ def test_beginning_at_a_batch_deals_exactly_the_rest() -> None:
 
 
 def test_beginning_beyond_the_end_names_both_numbers_and_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"batch 4 .* has only 3: go on with the dataset and the global batch size"):
+    with pytest.raises(ValueError, match=r"batch 4 .* has only 3: restore with the dataset and the global batch size"):
         Dealt(10, 4, begin=4)
 
 
@@ -139,7 +139,7 @@ def test_a_streamed_ledger_deals_what_comes_and_does_not_know_the_end() -> None:
     ledger.done(parts[0])
     view = ledger.view()
     assert (view.num_done, view.num_leased, view.num_pending, view.num_samples) == (1, 2, None, None)
-    assert "1 batches done, 2 leased, the stream's end is not known; 4 samples done" in str(view)
+    assert "1 batches done, 2 leased, the length of the stream is not known; 4 samples done" in str(view)
 
 
 def test_a_streamed_ledger_passes_over_what_is_done() -> None:
@@ -148,7 +148,7 @@ def test_a_streamed_ledger_passes_over_what_is_done() -> None:
         ledger = Streamed(iter([4, 4, 1]), 4, begin=begin)
         assert portions(ledger) == whole[begin:]
         assert ledger.view().samples_done == sum([4, 4, 1][:begin])
-    with pytest.raises(ValueError, match=r"batch 4 of the stream .* ended after 3: go on with the stream"):
+    with pytest.raises(ValueError, match=r"batch 4 of the stream, .* ended after 3: restore with the stream"):
         Streamed(iter([4, 4, 1]), 4, begin=4).take()
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from seats import Numbers, Recorder, flat, global_batches, ranks
+from callbacks import Numbers, Recorder, SingleWorkerCallbacks, flat, global_batches, ranks
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hora.data import shard
-from hora.data.loader import SingleWorkerCallbacks
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -255,7 +254,7 @@ def test_resuming_in_mid_epoch_gives_exactly_the_remaining_samples(size: int, nu
     assert first != whole
     for loader in (stopped := make()):
         list(loader)
-        loader._seat.stop_before = 2
+        loader._callbacks.stop_before = 2
         list(loader)
     resumed = make()
     for loader, other in zip(resumed, stopped, strict=True):
@@ -294,7 +293,7 @@ def test_loading_inside_the_loop_counts_for_the_next_one() -> None:
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 1}, {"epoch": -1, "batch": 0}, {"epoch": 0, "batch": 1.5}, None])
 def test_what_is_no_state_is_refused(state: Any) -> None:
-    with pytest.raises(ValueError, match="is no state of a loader: give back what state"):
+    with pytest.raises(ValueError, match="is no state of a loader: pass what state"):
         shard(Numbers(6), SingleWorkerCallbacks(), batch_size=2).load(state)
 
 
@@ -302,7 +301,7 @@ def test_a_state_beyond_the_end_is_refused_and_the_loader_left() -> None:
     seat = Recorder()
     loader = shard(Numbers(6), seat, batch_size=2)
     loader.load({"epoch": 0, "batch": 9})
-    with pytest.raises(ValueError, match="batch 9 of the epoch is to come next, but it has only 3"):
+    with pytest.raises(ValueError, match="resumes at batch 9 of the epoch, but it has only 3"):
         list(loader)
     assert seat.calls[-1] == ("leave", False)
     assert len(list(loader)) == 3

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from seats import Count, Recorder, SizedCount, flat, global_batches, ranks
+from callbacks import Count, Recorder, SingleWorkerCallbacks, SizedCount, flat, global_batches, ranks
 from torch.utils.data import DataLoader, IterableDataset
 
 from hora.data import shard
-from hora.data.loader import SingleWorkerCallbacks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -43,7 +42,7 @@ def test_the_short_last_batch_is_dealt_like_any_other() -> None:
 
 
 def test_nobody_knows_the_length_unless_the_stream_does() -> None:
-    with pytest.raises(TypeError, match="how many batches a Count has before it was read: give it a __len__"):
+    with pytest.raises(TypeError, match="batches of a Count is not known before it was read: give it a __len__"):
         len(shard(Count(8), SingleWorkerCallbacks(), batch_size=2))
     assert len(shard(SizedCount(9), SingleWorkerCallbacks(), batch_size=2)) == 5
     assert len(shard(SizedCount(9), SingleWorkerCallbacks(), batch_size=2, drop_last=True)) == 4
@@ -64,7 +63,7 @@ def test_resuming_passes_over_what_is_done(num_workers: int) -> None:
 
     stopped, resumed = make(), make()
     for loader in stopped:
-        loader._seat.stop_before = 2
+        loader._callbacks.stop_before = 2
     first = global_batches(stopped)
     assert multiprocessing.active_children() == []
     for loader, other in zip(resumed, stopped, strict=True):
@@ -79,7 +78,7 @@ def test_resuming_passes_over_what_is_done(num_workers: int) -> None:
 def test_a_stream_shorter_than_its_state_is_refused() -> None:
     loader = shard(Count(3), SingleWorkerCallbacks(), batch_size=2)
     loader.load({"epoch": 0, "batch": 5})
-    with pytest.raises(ValueError, match="batch 5 of the stream is to come next, but it ended after 2"):
+    with pytest.raises(ValueError, match="resumes at batch 5 of the stream, but it ended after 2"):
         list(loader)
 
 
@@ -151,4 +150,4 @@ def test_what_a_stream_cannot_do_is_refused_with_the_way_out() -> None:
 def test_the_view_of_a_stream_does_not_pretend_to_know_the_end() -> None:
     loader = shard(Count(5), SingleWorkerCallbacks(), batch_size=2)
     list(loader)
-    assert "3 batches done, 0 leased, the stream's end is not known; 5 samples done" in str(loader.view())
+    assert "3 batches done, 0 leased, the length of the stream is not known; 5 samples done" in str(loader.view())

@@ -66,7 +66,7 @@ def test_a_stranger_and_a_visitor_cannot_report() -> None:
 
 
 def test_records_of_logging_say_whose_they_are() -> None:
-    from hora.job import _label_records
+    from hora.job.startup import _label_records
     from hora.rendezvous.context import ProcessIdentity
 
     before = logging.getLogRecordFactory()

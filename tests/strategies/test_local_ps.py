@@ -13,7 +13,7 @@ import torch
 import ranks
 import trainings
 from hora.collectives import Group
-from hora.data import DataService, Shard, shard
+from hora.data import Shard, shard
 from hora.strategies.common.sync import LoopEvent
 from hora.training import Training, checkpointing
 from rounds import OPTIMIZERS, SMALL, Crew, assert_same, even, local, uneven, work
@@ -26,9 +26,8 @@ PATIENCE_S = 20.0
 
 def leased(one: Training, group: Group, rows: list[Any], **cut: Any) -> Shard:
     """A loader as job.shard makes it."""
-    desk = DataService(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=one._strategy.leased,
-                last=one.last_epoch, idle=one.idle, timeout_s=20.0)  # fmt: skip
-    return one.adopt(shard(rows, one, desk=desk, **cut))
+    service = trainings.data_service(one, group, one._strategy.leased)
+    return one.adopt(shard(rows, one, service=service, **cut))
 
 
 class Track:

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import ranks
+import trainings
 from hora.collectives import Group
-from hora.data import DataService, Shard, shard
+from hora.data import Shard, shard
 from hora.strategies import parse
 from hora.strategies.local.adaptive_interval import steps_for
 from hora.training import Training
@@ -29,9 +30,8 @@ NAN = float("nan")
 
 def leased(one: Training, group: Group, rows: list[Any], **cut: Any) -> Shard:
     """A loader as job.shard makes it."""
-    desk = DataService(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=one._strategy.leased,
-                last=one.last_epoch, idle=one.idle, timeout_s=20.0)  # fmt: skip
-    return one.adopt(shard(rows, one, desk=desk, **cut))
+    service = trainings.data_service(one, group, one._strategy.leased)
+    return one.adopt(shard(rows, one, service=service, **cut))
 
 
 # -- equivalence -----------------------------------------------------------------------------------------------------

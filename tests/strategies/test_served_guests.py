@@ -17,7 +17,7 @@ import torch
 import ranks
 import trainings
 from hora.collectives import Group
-from hora.data import DataService, shard
+from hora.data import shard
 from hora.net.handshake import connect
 from hora.net.message_socket import HEADER, MessageSocket
 from hora.server import messages
@@ -70,9 +70,8 @@ def test_a_checkpoint_at_the_end_of_an_epoch_is_what_the_servers_have(mode: str,
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         one.prepare(model, optimizer)
-        desk = DataService(control=group._control, rank=group.rank, token=ranks.TOKEN, leased=True, last=one.last_epoch,
-                    idle=one.idle, timeout_s=20.0)  # fmt: skip
-        return one, model, optimizer, one.adopt(shard(data(30), one, global_batch=6, desk=desk))
+        service = trainings.data_service(one, group, leased=True)
+        return one, model, optimizer, one.adopt(shard(data(30), one, global_batch=6, service=service))
 
     def train(group: Group, servers: int, count: int, restore: bool) -> tuple[Any, ...]:
         one, model, optimizer, loader = begin(group, servers)

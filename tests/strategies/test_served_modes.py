@@ -21,6 +21,7 @@ import ranks
 import trainings
 from hora.collectives import Group
 from hora.data import DataService, Shard, shard
+from hora.rendezvous.context import RunContext
 from hora.strategies.common.sync import LoopEvent
 from hora.training import Training
 from trainings import batch, fail, loss_of, mlp, parameters_of
@@ -36,9 +37,8 @@ def sgd(model: torch.nn.Module, momentum: float = 0.0) -> torch.optim.SGD:
 
 def leased(one: Training, group: Group, count: int, **cut: Any) -> Shard:
     """A loader as job.shard makes it: blocks are leased where the strategy says so."""
-    desk = DataService(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=one._strategy.leased,
-                last=one.last_epoch, idle=one.idle, timeout_s=20.0)  # fmt: skip
-    return one.adopt(shard(data(count), one, desk=desk, **cut))
+    service = trainings.data_service(one, group, one._strategy.leased)
+    return one.adopt(shard(data(count), one, service=service, **cut))
 
 
 def enter(one: Training, group: Group) -> None:
@@ -237,9 +237,9 @@ def test_zip_of_two_leased_loaders_of_different_length_ends_for_all() -> None:
         model = net()
         optimizer = sgd(model)
         one.prepare(model, optimizer)
-        desk = DataService(control=group._control, rank=one.rank, token=ranks.TOKEN, leased=True, last=one.last_epoch,
-                    idle=idle_and_say, timeout_s=10.0)  # fmt: skip
-        a, b = (one.adopt(shard(data(count), one, desk=desk, batch_size=2)) for count in (6, 4))
+        context = RunContext(control=group._control, rank=one.rank, token=ranks.TOKEN, timeout_s=10.0)
+        service = DataService(context, leased=True, last=one.last_epoch, idle=idle_and_say)
+        a, b = (one.adopt(shard(data(count), one, service=service, batch_size=2)) for count in (6, 4))
         seen = []
         for _ in one.epochs(1):
             for (x, y, numbers), (_, _, others) in zip(a, b, strict=False):

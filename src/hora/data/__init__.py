@@ -1,17 +1,17 @@
-"""Data: who computes which samples."""
+"""Data: which worker computes which samples, and the loaders that read them."""
 
-from .ledger import BatchSlice, Dealt, Leased, LeasedBlock, Ledger, LedgerView
-from .loader import LoaderCallbacks, Shard, shard
-from .service import DataService, LeaseClient
+from .leased import Leased, LeasedBlock
+from .ledger import BatchSlice, Dealt, LedgerView
+from .loader import LoaderCallbacks, Shard
+from .service import DataService
+from .sharding import shard
 
 __all__ = [
     "BatchSlice",
     "DataService",
     "Dealt",
-    "LeaseClient",
     "Leased",
     "LeasedBlock",
-    "Ledger",
     "LedgerView",
     "LoaderCallbacks",
     "Shard",

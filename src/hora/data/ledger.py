@@ -1,6 +1,6 @@
-"""Ledger: the seam that says who computes which samples of an epoch.
+"""Ledger: which worker computes which samples of an epoch. Dealt and Streamed divide every global batch evenly.
 
-An epoch is an order of the samples, cut into global batches; a worker's part of one is a portion. Dealt to three:
+An epoch is an order of the samples, cut into global batches; a worker's part of one is a BatchSlice. Among three:
 
     order           5 2 9 7 | 0 4 8 1 | 6 3         depends on seed and epoch alone
     global batch       0    |    1    |  2          the same samples for any number of workers
@@ -8,48 +8,34 @@ An epoch is an order of the samples, cut into global batches; a worker's part of
     rank 1              9   |     8   |   3         rank 2 has no samples in the last one: it is absent
     rank 2                7 |       1 |
 
-Or, where nobody waits for anybody, cut into blocks of one worker's batch, which the coordinator leases (its book.py):
+Where workers do not step together, the same order is cut into blocks of one worker's batch, which the coordinator
+leases to the workers one at a time (leased.py):
 
-    order           5 2 | 9 7 | 0 4 | 8 1 | 6 3     the same order
-    block            0  |  1  |  2  |  3  |  4      whoever asks takes the next one
+    order           5 2 | 9 7 | 0 4 | 8 1 | 6 3
+    block            0  |  1  |  2  |  3  |  4
 """
 
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import hashlib
 import itertools
-import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
 
 import torch
-
-from ..coordinator.messages import BlockName, EpochCut
-from ..errors import HoraError, Timeout
-
-if TYPE_CHECKING:
-    from .service import LeaseClient
-
-log = logging.getLogger(__name__)
-
-POLL_S = 0.02  # how often a worker that waits for the others' blocks asks again
-SLOW_S = 10.0  # after this long a wait is said aloud
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSlice:
     """This worker's part of one global batch: samples [start + offset, start + offset + mine) of the epoch's order."""
 
-    batch: int  # which global batch of the epoch
-    start: int  # where it begins in the epoch's order
-    mine: int  # how many of its samples are this worker's
-    total: int  # how many it has, all workers together
-    offset: int  # where this worker's begin in it
-    size: int  # among how many workers it is divided
+    batch: int  # the number of the global batch in the epoch
+    start: int  # of the global batch in the epoch's order
+    mine: int  # samples of this worker
+    total: int  # samples of all workers
+    offset: int  # of this worker's samples in the global batch
+    size: int  # the number of workers among whom it is divided
 
     @classmethod
     def deal(cls, batch: int, start: int, total: int, rank: int, size: int) -> BatchSlice:
@@ -59,39 +45,26 @@ class BatchSlice:
 
     @property
     def present(self) -> int:
-        """How many workers have samples in this batch: ranks 0 to present - 1."""
+        """The number of workers that have samples in this batch: ranks 0 to present - 1."""
         return min(self.total, self.size)
 
     @property
     def whole(self) -> bool:
-        """Nobody is absent."""
+        """Whether every worker has samples in it."""
         return self.present == self.size
 
     @property
     def weight(self) -> float:
-        """How much this worker's mean counts in the mean over those among whom the batch is divided; 1 if evenly."""
+        """The weight of this worker's mean in the mean over all workers; 1 if the batch is divided evenly."""
         return self.mine * self.size / self.total
 
 
 @dataclasses.dataclass(frozen=True)
-class LeasedBlock(BatchSlice):
-    """A block that this worker has leased: a batch of its own, which it shares with nobody."""
-
-    epoch: int
-    loop: int  # which loop over the loader in that epoch
-    num_samples: int  # of the epoch, as it was put in order
-
-    @property
-    def name(self) -> BlockName:
-        return self.epoch, self.loop, self.batch
-
-
-@dataclasses.dataclass(frozen=True)
 class LedgerView:
-    """A ledger at one moment: of all workers, and what this one holds. Made to be printed.
+    """A snapshot of a ledger, to be printed: the counts of all workers, and what this one holds.
 
     Every batch is done, leased (taken, its step not over) or pending. `num_pending` and `num_samples` are None for a
-    stream, whose end nobody knows.
+    stream, whose length is not known.
     """
 
     rank: int
@@ -106,7 +79,7 @@ class LedgerView:
     def __str__(self) -> str:
         if self.num_pending is None:
             batches, samples = f"{self.num_done}", f"{self.samples_done}"
-            rest = "the stream's end is not known"
+            rest = "the length of the stream is not known"
         else:
             batches = f"{self.num_done} of {self.num_done + self.num_leased + self.num_pending}"
             samples = f"{self.samples_done} of {self.num_samples}"
@@ -123,36 +96,32 @@ class LedgerView:
 
 
 class Ledger(abc.ABC):
-    """One epoch's account of who computes what. Every worker has its own end of it, used by the loop's thread only.
-
-    Each sample is in exactly one portion that gets done, whoever does it.
-    """
+    """One worker's view of one epoch. Used by the loop's thread only. Each sample is computed by exactly one worker."""
 
     @abc.abstractmethod
     def take(self) -> BatchSlice | None:
-        """The next part for this worker, None at the end of the epoch. May be called ahead of time, by prefetching.
+        """This worker's next slice, None at the end of the epoch. Prefetching calls it ahead of time.
 
-        May block: to read a stream, or to ask for a lease."""
+        May block: to read a stream, or for the reply to a lease request."""
 
     def begin(self, portion: BatchSlice) -> bool:
-        """Its batch is about to be handed to the user's code; False if another worker has taken it over: skip it."""
+        """The user's code is about to get the batch; False if another worker has taken it over: skip it."""
         return True
 
     @abc.abstractmethod
     def done(self, portion: BatchSlice) -> None:
-        """The step of a portion that was taken is over. Saying so again changes nothing."""
+        """The step of this slice is over. Idempotent."""
 
     @abc.abstractmethod
     def release(self) -> None:
-        """This worker takes no more: what it took and did not do is pending again."""
+        """This worker takes no more: slices that it took and did not finish are pending again."""
 
     @abc.abstractmethod
-    def view(self) -> LedgerView:
-        """Where the epoch stands."""
+    def view(self) -> LedgerView: ...
 
 
 class _Lockstep(Ledger):
-    """All workers go through the same global batches together, so each can keep the account alone: nothing is sent."""
+    """All workers go through the same global batches together, so each keeps its own account and sends nothing."""
 
     def __init__(self, rank: int, size: int, begin: int, start: int) -> None:
         self._rank = rank
@@ -163,7 +132,7 @@ class _Lockstep(Ledger):
 
     @abc.abstractmethod
     def _total(self) -> int | None:
-        """How many samples the next global batch has; None if there is none."""
+        """The size of the next global batch; None if there is none."""
 
     def take(self) -> BatchSlice | None:
         total = self._total()
@@ -199,11 +168,10 @@ class _Lockstep(Ledger):
 
 
 class Dealt(_Lockstep):
-    """The k-th global batch is the k-th `global_batch` samples of the order, dealt evenly.
+    """The k-th global batch is the k-th `global_batch` samples of the order, divided evenly.
 
-    Which samples it has does not depend on the number of workers. Every sample is dealt once: no padding, no
-    duplicates. The last batch is shorter, or left out with `drop_last`. `begin` is the first batch to deal; those
-    before it are done. Nothing blocks.
+    Its samples do not depend on the number of workers. No padding, no duplicates: the last batch is shorter, or left
+    out with `drop_last`. Batches before `begin` are done. Nothing blocks.
     """
 
     def __init__(
@@ -220,8 +188,8 @@ class Dealt(_Lockstep):
         self.num_samples = min(num_samples, self.num_batches * global_batch)
         if begin > self.num_batches:
             raise ValueError(
-                f"batch {begin} of the epoch is to come next, but it has only {self.num_batches}: "
-                "go on with the dataset and the global batch size that the state was saved with"
+                f"the state resumes at batch {begin} of the epoch, but it has only {self.num_batches}: "
+                "restore with the dataset and the global batch size that the state was saved with"
             )
         super().__init__(rank, size, begin, min(begin * global_batch, self.num_samples))
         self._global_batch = global_batch
@@ -234,9 +202,9 @@ class Dealt(_Lockstep):
 
 
 class Streamed(_Lockstep):
-    """Global batches of a stream that every worker reads, dealt evenly as they come.
+    """Global batches of a stream that every worker reads, divided evenly as they come.
 
-    `totals` gives the size of each; `take` blocks as long as it does. `begin` of them are passed over: they are done.
+    `totals` yields the size of each; `take` blocks as long as it does. The first `begin` batches are done: skipped.
     """
 
     def __init__(
@@ -244,210 +212,34 @@ class Streamed(_Lockstep):
     ) -> None:
         super().__init__(rank, size, begin, begin * global_batch)
         self._totals = totals
-        self._to_pass = begin
+        self._to_skip = begin
 
     def _total(self) -> int | None:
-        if self._to_pass:
-            passed = list(itertools.islice(self._totals, self._to_pass))
-            if len(passed) < self._to_pass:
+        if self._to_skip:
+            skipped = list(itertools.islice(self._totals, self._to_skip))
+            if len(skipped) < self._to_skip:
                 raise ValueError(
-                    f"batch {self._to_pass} of the stream is to come next, but it ended after {len(passed)}: "
-                    "go on with the stream and the global batch size that the state was saved with"
+                    f"the state resumes at batch {self._to_skip} of the stream, but it ended after {len(skipped)}: "
+                    "restore with the stream and the global batch size that the state was saved with"
                 )
-            self._to_pass, self._start = 0, sum(passed)
+            self._to_skip, self._start = 0, sum(skipped)
         return next(self._totals, None)
 
     def release(self) -> None:
         super().release()
-        self._totals = iter(())  # lets go of the reader, and of its process
+        self._totals = iter(())  # drops the reader, and its process
 
     def view(self) -> LedgerView:
         return self._view(None, None)
 
 
-class Leased(Ledger):
-    """Blocks of `block_samples` samples, leased by the coordinator to whoever asks: nobody steps together.
-
-    Every block is done once, and again only if its holder dies. `take` asks the coordinator and says at the same time
-    what is done since: one request per batch. It ends the epoch when nothing is left to take, while others may still be
-    at theirs; in the last epoch it waits for them, since one of them may die: Timeout after `timeout_s`, or the end
-    when `stopped` says so. With `take_ahead` (prefetching) a block is taken before it is
-    begun: until `begin`, a worker that has nothing left may take it over.
-
-    `before` are the samples that a restored run has done, by epoch: of this one and of earlier ones that owe the rest.
-    """
-
-    def __init__(
-        self,
-        lender: LeaseClient,
-        num_samples: int,
-        block_samples: int,
-        *,
-        epoch: int = 0,
-        loop: int = 0,
-        rank: int = 0,
-        size: int = 1,
-        drop_last: bool = False,
-        before: Mapping[int, Sequence[tuple[int, int]]] | None = None,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.num_blocks = num_batches(num_samples, block_samples, drop_last)
-        self._lender = lender
-        self._cut = EpochCut(num_samples, block_samples, self.num_blocks)
-        self._epoch = epoch
-        self._loop = loop
-        self._rank = rank
-        self._size = size
-        self._before = [(each, self._blocks(each, samples)) for each, samples in sorted((before or {}).items())]
-        self._stopped = stopped
-        self._held: dict[BlockName, LeasedBlock] = {}
-        self._unsaid: list[BlockName] = []  # blocks that are done, which the coordinator does not know yet
-        self._ahead: set[BlockName] = set()
-        self._inside = False
-        self.over = False  # the coordinator has said that nothing is left
-
-    def _blocks(self, epoch: int, samples: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """The blocks that lie within these ranges of samples."""
-        num_samples, size, num_blocks = self._cut
-        found = []
-        for start, end in samples:
-            if end > num_samples:
-                raise ValueError(
-                    f"sample {end - 1} of epoch {epoch} is said to be done, but it has only {num_samples}: "
-                    "go on with the dataset that the state was saved with"
-                )
-            last = num_blocks if end == num_samples else min(num_blocks, end // size)
-            found.append((-(-start // size), last))
-        return tuple((start, end) for start, end in found if start < end)
-
-    def take(self) -> LeasedBlock | None:
-        got = self._ask(ahead=False)
-        if got and not isinstance(got, LeasedBlock):
-            self._lender.idle(True)
-            try:
-                got = self._wait(got)
-            finally:
-                self._lender.idle(False)
-        if isinstance(got, LeasedBlock):
-            return got
-        self.over = not got
-        self._inside = not self.over
-        return None
-
-    def _wait(self, holders: tuple[int, ...]) -> LeasedBlock | tuple[int, ...]:
-        """Asks again until a block comes back, or nothing is left to wait for, or the run stops."""
-        started, next_word = time.monotonic(), SLOW_S
-        while not self._stopped():
-            waited = time.monotonic() - started
-            words = (
-                f"rank {self._rank} has waited {waited:.0f} s at the end of epoch {self._epoch} for the blocks of "
-                f"rank{'s' if len(holders) > 1 else ''} {', '.join(map(str, holders))}"
-            )
-            if waited >= self._lender.timeout_s:
-                raise Timeout(words)
-            if waited >= next_word:
-                log.warning("%s", words)
-                next_word *= 2
-            time.sleep(POLL_S)
-            got = self._ask(ahead=False)
-            if isinstance(got, LeasedBlock) or not got:
-                return got
-            holders = got
-        return holders
-
-    def take_ahead(self) -> LeasedBlock | None:
-        """A block to be begun later; None if there is none for now. Never waits for others."""
-        block = self._ask(ahead=True)
-        if not isinstance(block, LeasedBlock):
-            return None
-        self._ahead.add(block.name)
-        return block
-
-    def _ask(self, ahead: bool) -> LeasedBlock | tuple[int, ...]:
-        """A block; or the ranks whose blocks are to be waited for, none of them at the end."""
-        self._inside = True
-        grant = self._lender.take(self._epoch, self._loop, self._cut, self._unsaid, self._before, ahead)
-        self._unsaid.clear()
-        self._before = []  # whoever came first has founded the ledger
-        if grant.kind != "block":
-            return grant.holders
-        num_samples, size, _ = grant.cut
-        start = grant.block * size
-        total = min(size, num_samples - start)
-        block = LeasedBlock(grant.block, start, total, total, 0, 1, grant.epoch, grant.loop, num_samples)
-        self._held[block.name] = block
-        return block
-
-    def begin(self, portion: BatchSlice) -> bool:
-        assert isinstance(portion, LeasedBlock)
-        if portion.name not in self._ahead:
-            return True
-        self._ahead.discard(portion.name)
-        still = self._lender.begin(portion.name, self._unsaid)
-        self._unsaid.clear()
-        if not still:
-            self._held.pop(portion.name, None)
-        return still
-
-    def done(self, portion: BatchSlice) -> None:
-        assert isinstance(portion, LeasedBlock)
-        if self._held.pop(portion.name, None) is not None:
-            self._unsaid.append(portion.name)
-
-    def flush(self) -> None:
-        """Says what is done now, not with the next request."""
-        if self._unsaid:
-            self._lender.done(self._unsaid, release=False)
-            self._unsaid.clear()
-
-    def release(self) -> None:
-        if self._inside or self._held or self._unsaid:
-            with contextlib.suppress(HoraError):  # without a line to the coordinator this worker is given up anyway
-                self._lender.done(self._unsaid, release=True)
-        self._inside = False
-        self._unsaid.clear()
-        self._held.clear()
-        self._ahead.clear()
-
-    def account(self) -> list[dict[str, Any]]:
-        """The open ledgers of this loader, of all epochs, as the coordinator has them."""
-        self.flush()
-        return self._lender.account()["open"]
-
-    def view(self) -> LedgerView:
-        self.flush()
-        num_samples, size, num_blocks = self._cut
-        total = min(num_samples, num_blocks * size)
-        account = self._lender.account()
-        key = [self._epoch, self._loop]
-        known = [each for each in [*account["open"], account["last"]] if each and [each["epoch"], each["loop"]] == key]
-        if known:
-            done, leased, samples = (known[0][name] for name in ("num_done", "num_leased", "samples_done"))
-        elif account["newest"] is not None and account["newest"] >= key:
-            done, leased, samples = num_blocks, 0, total
-        else:
-            ranges = dict(self._before).get(self._epoch, ())
-            done, leased = sum(end - start for start, end in ranges), 0
-            samples = sum(min(end * size, total) - start * size for start, end in ranges)
-        return LedgerView(
-            rank=self._rank,
-            size=self._size,
-            num_done=done,
-            num_leased=leased,
-            num_pending=num_blocks - done - leased,
-            samples_done=samples,
-            num_samples=total,
-            held=tuple(self._held.values()),
-        )
-
-
 def num_batches(num_samples: int, global_batch: int, drop_last: bool) -> int:
-    """Into how many global batches an epoch is cut."""
+    """The number of global batches in an epoch."""
     return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
 
 
 def order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch.Tensor:
-    """The numbers of an epoch's samples in the order in which they are dealt; depends on seed and epoch alone."""
+    """The indices of an epoch's samples in order; depends on seed and epoch only."""
     if not shuffle:
         return torch.arange(num_samples, device="cpu")
     generator = torch.Generator().manual_seed(mix(seed, epoch))
@@ -455,5 +247,5 @@ def order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch.Tenso
 
 
 def mix(*numbers: int) -> int:
-    """A seed out of several numbers: neighbours of any of them give unrelated ones, the same on every machine."""
+    """A seed from several numbers, the same on every machine. Neighbouring numbers give unrelated seeds."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little")

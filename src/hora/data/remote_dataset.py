@@ -1,14 +1,14 @@
-"""Handout: a dataset that lies with one rank only, handed out to the others batch by batch.
+"""RemoteDataset: a dataset that only one rank has, read by the others batch by batch over TCP.
 
     reader                                      source, a thread per connection
-      loader, numbers of the samples   ──▶      reads and collates them
-                                       ◀──      the nest of the batch as plain values, and its tensors as bytes
+      loader, indices of the samples   ──▶      reads and collates them
+                                       ◀──      the batch: its structure as plain values, its tensors as bytes
 
-A request is one frame of the control protocol's kind (a length and msgpack). An answer is the lengths of its two parts
-and the parts: msgpack [error, plain], and a safetensors file. Nothing is pickled. Both ends prove the run's token.
+A request is a length and msgpack. A response is the lengths of its two parts and the parts: msgpack [error, structure],
+and a safetensors file. Nothing is pickled. Both ends prove the run's token.
 
-The source reads for others and for itself one batch at a time: a dataset need not bear two threads. Readers that
-prefetch do so in processes of their own, each with a connection of its own. Each sample travels once.
+The source reads one batch at a time, for others and for itself: the dataset need not be thread-safe. Readers that
+prefetch do so in worker processes, each with a connection of its own. Each sample is sent once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,66 +28,65 @@ import msgspec
 
 from .. import checkpoint
 from ..checkpoint.tensor_file import TensorFile
-from ..coordinator import CoordinatorConnection, CoordinatorEvent
+from ..coordinator import CoordinatorEvent
 from ..errors import HoraError, PeerLost, Timeout
 from ..net import handshake
+from ..net.fork import forget_after_fork
 from ..net.framing import recv_exactly
 from ..net.handshake import connect
+from ..rendezvous.context import RunContext
 
 log = logging.getLogger(__name__)
 
 PURPOSE = "samples"
-SLOW_S = 10.0  # after this long a wait is said aloud
+SLOW_S = 10.0  # a longer wait is logged
 MAX_REQUEST_BYTES = 256 << 20
 _ASK = struct.Struct("<I")
 _ANSWER = struct.Struct("<IQ")
 
 
 class SampleExchange:
-    """One per process that hands out samples, or is handed some. `close` once."""
+    """Sends samples of this process's datasets to other ranks, and makes RemoteDatasets of theirs. `close` once."""
 
-    def __init__(self, control: CoordinatorConnection, rank: int, token: bytes, bind: str, timeout_s: float) -> None:
-        self.rank = rank
-        self._control = control
-        self._token = token
-        self._bind = bind
-        self._timeout_s = timeout_s
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._control = context.control
         self._offered: dict[int, tuple[ServedDataset, Callable[[list[Any]], Any]]] = {}
         self._listener: handshake.AuthenticatedListener | None = None
         self._address: tuple[str, int] | None = None
         self._connections: set[socket.socket] = set()
         self._remotes: list[RemoteDataset] = []
-        self._order = threading.Lock()
+        self._lock = threading.Lock()
         self._gone: dict[int, str] = {}  # ranks that have ended, and why
         self._closed = False
-        control.subscribe(self._hear)
-        _forget_after_fork(self)
+        self._control.subscribe(self._on_event)
+        forget_after_fork(self)
 
-    # -- the source --------------------------------------------------------------------------------------------------
+    # -- the source ----------------------------------------------------------------------------------------------------
 
     def offer(self, number: int, dataset: Any, collate: Callable[[list[Any]], Any]) -> ServedDataset:
-        """The samples of `dataset` are there for everybody, as those of loader `number`. For the source's own reading
-        use what this returns."""
+        """Offers `dataset` to the other ranks as that of loader `number`. This rank must read the returned one."""
         offered = ServedDataset(dataset)
         self._offered[number] = (offered, collate)
         if self._listener is None:
-            family = socket.AF_INET6 if ":" in self._bind else socket.AF_INET
-            sock = socket.create_server((self._bind, 0), family=family, backlog=128)
-            self._address = (self._bind, sock.getsockname()[1])
-            self._listener = handshake.AuthenticatedListener(sock, self._token, PURPOSE, self._welcome)
-        self._announce(number, {"address": self._address, "num_samples": len(offered)})
+            bind = self._context.bind
+            family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+            sock = socket.create_server((bind, 0), family=family, backlog=128)
+            self._address = (bind, sock.getsockname()[1])
+            self._listener = handshake.AuthenticatedListener(sock, self._context.token, PURPOSE, self._accept)
+        self._publish(number, {"address": self._address, "num_samples": len(offered)})
         return offered
 
     def refuse(self, number: int, why: str) -> None:
-        """The source has nothing to hand out for this loader: the others raise the same error."""
-        self._announce(number, {"error": f"rank {self.rank} has no samples to hand out: {why}"})
+        """This rank has no dataset for this loader: the others raise the same error."""
+        self._publish(number, {"error": f"rank {self._context.rank} cannot send samples: {why}"})
 
-    def _announce(self, number: int, words: dict[str, Any]) -> None:
-        self._control.put(f"samples/{number}", msgspec.msgpack.encode(words))
+    def _publish(self, number: int, offer: dict[str, Any]) -> None:
+        self._control.put(f"samples/{number}", msgspec.msgpack.encode(offer))
 
-    def _welcome(self, sock: socket.socket) -> None:
+    def _accept(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with self._order:
+        with self._lock:
             if self._closed:
                 sock.close()
                 return
@@ -100,69 +98,69 @@ class SampleExchange:
             while True:
                 (length,) = _ASK.unpack(recv_exactly(sock, _ASK.size))
                 if length > MAX_REQUEST_BYTES:
-                    raise ValueError(f"a request announces {length} bytes")
+                    raise ValueError(f"request of {length} bytes")
                 number, numbers = msgspec.msgpack.decode(recv_exactly(sock, length), type=tuple[int, list[int]])
                 head, body = self._read(number, numbers)
                 sock.sendall(_ANSWER.pack(len(head), len(body)) + head)
                 sock.sendall(body)
         except (OSError, ValueError, msgspec.MsgspecError) as problem:
             if not isinstance(problem, ConnectionError):
-                log.info("a reader of samples was dropped: %s", problem)
+                log.info("dropped a reader of samples: %s", problem)
         finally:
             sock.close()
-            with self._order:
+            with self._lock:
                 self._connections.discard(sock)
 
     def _read(self, number: int, numbers: list[int]) -> tuple[bytes, bytes]:
         try:
             offered, collate = self._offered[number]
             return pack(collate(offered.__getitems__(numbers)))
-        except Exception as error:  # the dataset's own, of any kind: it belongs to whoever asked
-            words = f"rank {self.rank} could not hand out samples: {type(error).__name__}: {error}"
-            return msgspec.msgpack.encode([words, None]), b""
+        except Exception as error:  # the dataset's own, of any kind: raised by the rank that asked
+            text = f"rank {self._context.rank} could not send samples: {type(error).__name__}: {error}"
+            return msgspec.msgpack.encode([text, None]), b""
 
-    # -- the others --------------------------------------------------------------------------------------------------
+    # -- the readers ---------------------------------------------------------------------------------------------------
 
     def receive(self, number: int, source: int) -> RemoteDataset:
-        """The samples of loader `number`, which lie with rank `source`. Blocks until it has offered them."""
+        """The dataset of loader `number`, which rank `source` has. Blocks until it has offered it."""
         if all((member.role, member.rank) != ("worker", source) for member in self._control.members()):
             self._gone.setdefault(source, "it is not in the run")
-        value = self._control.get(f"samples/{number}", self._timeout_s, check=lambda: self._check(source))
-        words = msgspec.msgpack.decode(value)
-        if words.get("error"):
-            raise HoraError(words["error"])
-        host, port = words["address"]
-        remote = RemoteDataset((host, port), self._token, number, source, words["num_samples"], self._timeout_s)
-        remote.connect()  # now: the source stays as long as somebody is connected
+        timeout_s = self._context.timeout_s
+        value = self._control.get(f"samples/{number}", timeout_s, check=lambda: self._check(source))
+        offer = msgspec.msgpack.decode(value)
+        if offer.get("error"):
+            raise HoraError(offer["error"])
+        host, port = offer["address"]
+        remote = RemoteDataset((host, port), self._context.token, number, source, offer["num_samples"], timeout_s)
+        remote.connect()  # now: the source stays as long as a reader is connected
         self._remotes.append(remote)
         return remote
 
     def _check(self, source: int) -> None:
         if source in self._gone:
             raise PeerLost(
-                f"rank {self.rank} waits for samples of rank {source}, which has ended: {self._gone[source]}", (source,)
+                f"rank {self._context.rank} waits for samples of rank {source}, which has ended: {self._gone[source]}",
+                (source,),
             )
 
-    def _hear(self, event: CoordinatorEvent) -> None:
+    def _on_event(self, event: CoordinatorEvent) -> None:
         if event.kind in ("died", "left") and event.member is not None and event.member.role == "worker":
             self._gone[event.member.rank] = event.text
 
-    # -- the end -----------------------------------------------------------------------------------------------------
-
     def close(self, linger_s: float) -> None:
-        """Says that this worker reads no more; then, as a source, waits until all others have said so or are gone."""
+        """Reports that this rank reads no more. A source waits until all others have done so or ended."""
         if self._remotes:
             with contextlib.suppress(HoraError):
-                self._control.put(_has_read(self.rank), b"")
+                self._control.put(_finished_key(self._context.rank), b"")
         for remote in self._remotes:
             remote.close()
         if self._listener is None:
             return
         if linger_s > 0:
-            with contextlib.suppress(HoraError):  # the line to the coordinator, or the patience, is at its end
+            with contextlib.suppress(HoraError):  # Timeout, or no coordinator any more
                 self._await_readers(linger_s)
         self._listener.close()
-        with self._order:
+        with self._lock:
             self._closed = True
             for sock in self._connections:
                 with contextlib.suppress(OSError):
@@ -171,16 +169,16 @@ class SampleExchange:
     def _await_readers(self, linger_s: float) -> None:
         deadline = time.monotonic() + linger_s
         for member in self._control.members():
-            if member.role == "worker" and member.rank != self.rank:
+            if member.role == "worker" and member.rank != self._context.rank:
                 with contextlib.suppress(PeerLost):
                     self._control.get(
-                        _has_read(member.rank),
+                        _finished_key(member.rank),
                         max(0.1, deadline - time.monotonic()),
                         check=lambda rank=member.rank: self._check(rank),  # type: ignore[misc]
                     )
 
     def forget(self) -> None:
-        """In a forked child: drops the inherited descriptors, so that the end of this process is seen at once."""
+        """In a forked child: closes the inherited descriptors, so that the end of this process is noticed at once."""
         if self._listener is not None:
             self._listener.forget()
         for sock in self._connections:
@@ -188,7 +186,7 @@ class SampleExchange:
 
 
 class ServedDataset:
-    """The source's dataset, read by one thread at a time. Its length is what it was when it was offered."""
+    """The source's dataset, read by one thread at a time. Its length is fixed when it is offered."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -222,7 +220,7 @@ class ServedDataset:
 
 
 class RemoteDataset:
-    """Samples that lie with another rank. Whole batches are asked for, and come collated: collate them by `as_is`."""
+    """The dataset of another rank. It returns whole collated batches: use `as_is` to collate them."""
 
     def __init__(
         self, address: tuple[str, int], token: bytes, number: int, source: int, num_samples: int, timeout_s: float
@@ -254,12 +252,11 @@ class RemoteDataset:
             head, data = recv_exactly(self._sock, head_bytes), recv_exactly(self._sock, body_bytes)
         except TimeoutError:
             self.close()
-            raise Timeout(f"rank {self._source} has handed out no samples for {self._timeout_s:.0f} s") from None
+            raise Timeout(f"rank {self._source} has sent no samples for {self._timeout_s:.0f} s") from None
         except OSError as problem:
             self.close()
             raise PeerLost(
-                f"rank {self._source}, which hands out the samples, has ended ({problem}): a dataset that lies with "
-                "one rank ends with it",
+                f"rank {self._source}, which has the dataset (source={self._source}), has ended: {problem}",
                 (self._source,),
             ) from None
         error, batch = unpack(head, data)
@@ -268,7 +265,7 @@ class RemoteDataset:
         return batch
 
     def _await(self) -> None:
-        """Until the answer begins to come; says so if that takes long."""
+        """Waits until the response begins; logs a long wait."""
         assert self._sock is not None
         started, patience = time.monotonic(), SLOW_S
         poller = select.poll()  # select() takes no descriptor beyond 1023
@@ -277,11 +274,11 @@ class RemoteDataset:
             waited = time.monotonic() - started
             if waited >= self._timeout_s:
                 raise TimeoutError
-            log.warning("waited %.0f s for rank %d to hand out samples", waited, self._source)
+            log.warning("waited %.0f s for samples of rank %d", waited, self._source)
             patience = min(2 * patience, max(0.1, self._timeout_s - waited))
 
     def connect(self) -> None:
-        """Each process has its own connection: one that was inherited is its parent's."""
+        """Connects, unless this process has done so: an inherited connection is its parent's."""
         if self._sock is not None and self._pid == os.getpid():
             return
         if self._sock is not None:
@@ -289,7 +286,7 @@ class RemoteDataset:
         try:
             self._sock = connect(self._address, self._token, PURPOSE, min(30.0, self._timeout_s))
         except HoraError as problem:
-            raise PeerLost(f"rank {self._source} hands out no samples any more: {problem}", (self._source,)) from None
+            raise PeerLost(f"rank {self._source} sends no samples any more: {problem}", (self._source,)) from None
         self._pid = os.getpid()
 
     def close(self) -> None:
@@ -301,26 +298,26 @@ class RemoteDataset:
         return {**self.__dict__, "_sock": None}
 
 
-def _has_read(rank: int) -> str:
-    """A key of the coordinator's; it shows when the source waits long."""
+def _finished_key(rank: int) -> str:
+    """A key of the coordinator's, as the warning of a source that waits long prints it."""
     return f"rank {rank} has read its last samples"
 
 
 def as_is(batch: Any) -> Any:
-    """Collates what has been collated where it lay."""
+    """Collates batches that the source has collated."""
     return batch
 
 
 def pack(batch: Any) -> tuple[bytes, bytes]:
-    """A batch as plain values and tensors; ValueError names what cannot travel."""
+    """A batch as plain values and tensors; ValueError names what cannot be sent."""
     try:
         plain, tensors = checkpoint.encode(batch)
         data = b"".join(bytes(piece) for piece in TensorFile("the batch", tensors).pieces())
     except ValueError as error:
         problem = str(error).replace(", which a checkpoint cannot hold", "").replace("the tree", "the batch")
         raise ValueError(
-            f"{problem}; what is handed out to other ranks holds dense tensors, numbers, strings, lists, tuples and "
-            "dicts: let collate_fn make these"
+            f"{problem}; batches for other ranks may hold dense tensors, numbers, strings, lists, tuples and dicts: "
+            "collate_fn must make these"
         ) from None
     return msgspec.msgpack.encode(["", plain]), data
 
@@ -328,15 +325,4 @@ def pack(batch: Any) -> tuple[bytes, bytes]:
 def unpack(head: bytes, data: bytes) -> tuple[str, Any]:
     """What `pack` made: an error, or the batch."""
     error, plain = msgspec.msgpack.decode(head, type=tuple[str, Any])
-    return error, None if error else checkpoint.decode(plain, checkpoint.parse(data, "a batch that was handed out"))
-
-
-def _forget_after_fork(handout: SampleExchange) -> None:
-    known = weakref.ref(handout)
-
-    def forget() -> None:
-        there = known()
-        if there is not None:
-            there.forget()
-
-    os.register_at_fork(after_in_child=forget)
+    return error, None if error else checkpoint.decode(plain, checkpoint.parse(data, "a batch from another rank"))

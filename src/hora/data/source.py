@@ -1,6 +1,6 @@
-"""Source: where a loader's samples come from. Samples by number are asked for; a stream is read by every worker.
+"""SampleSource: reads a loader's samples, by index (Indexed) or one after the other (Stream).
 
-Both read through a torch DataLoader of their own, so processes, pinned memory and collating are torch's.
+Both read through a torch DataLoader, which provides worker processes, pinned memory and collating.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from .ledger import BatchSlice, Dealt, Leased, LeasedBlock, Ledger, Streamed, mix, num_batches, order
+from .leased import LeaseClient, Leased, LeasedBlock
+from .ledger import BatchSlice, Dealt, Ledger, Streamed, mix, num_batches, order
 
 if TYPE_CHECKING:
     from .loader import LoaderCallbacks
-    from .service import LeaseClient
 
 
 Before = Mapping[int, Sequence[tuple[int, int]]]  # by epoch: ranges of samples that are done
@@ -28,19 +28,19 @@ Stopped = Callable[[], bool]
 
 
 class EpochReader(NamedTuple):
-    """One epoch being read. `fetch` gives the batch of the portion that came last out of `portions`, if it has samples.
+    """One epoch being read. `fetch` returns the batch of the last slice that `slices` has yielded, if it has samples.
 
-    `drawn` is the order where a sampler drew it; None where it follows from seed and epoch."""
+    `drawn` is the order, if a sampler drew it; None if it follows from seed and epoch."""
 
     ledger: Ledger
-    portions: Iterator[BatchSlice]
+    slices: Iterator[BatchSlice]
     fetch: Callable[[], Any]
     drawn: torch.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochOrder:
-    """How an epoch is put in order and cut into global batches."""
+    """How an epoch is ordered and cut into global batches."""
 
     global_batch: int
     drop_last: bool
@@ -49,9 +49,9 @@ class EpochOrder:
 
 
 class SampleSource(abc.ABC):
-    """What a loader reads. `options` are the arguments of torch's DataLoader that say how, `dataset` among them."""
+    """`options` are arguments of torch's DataLoader, `dataset` among them."""
 
-    draws = False  # whether a sampler of the user's draws the order
+    draws = False  # whether the user's sampler draws the order
 
     def __init__(self, options: dict[str, Any], cut: EpochOrder) -> None:
         self.dataset = options["dataset"]
@@ -60,64 +60,66 @@ class SampleSource(abc.ABC):
 
     @abc.abstractmethod
     def num_samples(self) -> int:
-        """How many samples the next epoch has; TypeError if nobody can know."""
+        """Of the next epoch; TypeError if it is not known."""
 
     @abc.abstractmethod
     def ledger(self, rank: int, size: int, begin: int) -> Ledger:
-        """The ledger of an epoch that is not being read, as it will stand at batch `begin`."""
+        """The ledger of an epoch that is not being read, at batch `begin`."""
 
     @abc.abstractmethod
-    def read(self, seat: LoaderCallbacks, epoch: int, begin: int, drawn: torch.Tensor | None) -> EpochReader:
+    def read(self, callbacks: LoaderCallbacks, epoch: int, begin: int, drawn: torch.Tensor | None) -> EpochReader:
         """Starts to read an epoch at batch `begin`, in the order `drawn` if it was drawn before.
 
-        Collective where a sampler draws the order anew. What is being read ends with the last reference to it."""
+        Collective if a sampler draws the order now. Reading ends with the last reference to the result."""
 
     @abc.abstractmethod
     def lease(
-        self, lender: LeaseClient, rank: int, size: int, epoch: int, loop: int, before: Before, stopped: Stopped
+        self, client: LeaseClient, callbacks: LoaderCallbacks, epoch: int, loop: int, before: Before, stopped: Stopped
     ) -> EpochReader:
-        """Starts to read an epoch whose blocks are leased, `before` being done; ValueError if they cannot be."""
+        """Starts to read an epoch whose blocks are leased; those in `before` are done. ValueError if not supported."""
 
     def num_batches(self) -> int:
         return num_batches(self.num_samples(), self.cut.global_batch, self.cut.drop_last)
 
     def block_samples(self, size: int) -> int:
-        """What one of `size` workers takes at a time where blocks are leased."""
+        """The size of a leased block, for `size` workers."""
         return max(1, self.cut.global_batch // size)
 
     def _generator(self, *numbers: int) -> torch.Generator:
-        """Seeds torch's DataLoader, which would otherwise draw from the user's own stream of random numbers."""
+        """For torch's DataLoader, which would otherwise advance the user's own random state."""
         return torch.Generator(torch.get_default_device()).manual_seed(mix(self.cut.seed, *numbers))
 
 
 class Indexed(SampleSource):
-    """Samples that are asked for by number. `sampler` says how many there are, and with `draws` in which order."""
+    """Samples by index. `sampler` says how many there are, and with `draws` in which order."""
 
     def __init__(self, options: dict[str, Any], cut: EpochOrder, sampler: Any, draws: bool) -> None:
         super().__init__(options, cut)
         self.draws = draws
         self._sampler = sampler
-        self._ahead = _Ahead()
-        self._loader: DataLoader[Any] = DataLoader(**options, batch_sampler=self._ahead)
+        self._batch_sampler = _SliceSampler()
+        self._loader: DataLoader[Any] = DataLoader(**options, batch_sampler=self._batch_sampler)
 
     def num_samples(self) -> int:
         return len(self._sampler)
 
     def ledger(self, rank: int, size: int, begin: int) -> Ledger:
-        return self._deal(self.num_samples(), rank, size, begin)
+        return self._dealt(self.num_samples(), rank, size, begin)
 
-    def read(self, seat: LoaderCallbacks, epoch: int, begin: int, drawn: torch.Tensor | None) -> EpochReader:
+    def read(self, callbacks: LoaderCallbacks, epoch: int, begin: int, drawn: torch.Tensor | None) -> EpochReader:
         if self.draws and drawn is None:
-            drawn = seat.share_order(_draw(self._sampler)) if seat.rank < seat.size else _draw(self._sampler)
+            drawn = _draw(self._sampler)
+            if callbacks.rank < callbacks.size:  # a worker that joined later takes no part in collectives
+                drawn = callbacks.share_order(drawn)
         indices = order(self.num_samples(), self.cut.shuffle, self.cut.seed, epoch) if drawn is None else drawn
-        ledger = self._deal(len(indices), *_part(seat), begin)
-        portions, self._ahead.portions = itertools.tee(iter(ledger.take, None))
-        self._ahead.indices = lambda portion: indices
-        self._loader.generator = self._generator(epoch, seat.rank)
-        return EpochReader(ledger, portions, _batches(self._loader).__next__, drawn)
+        ledger = self._dealt(len(indices), *_part(callbacks), begin)
+        slices, self._batch_sampler.slices = itertools.tee(iter(ledger.take, None))
+        self._batch_sampler.indices = lambda batch_slice: indices
+        self._loader.generator = self._generator(epoch, callbacks.rank)
+        return EpochReader(ledger, slices, _batches(self._loader).__next__, drawn)
 
     def lease(
-        self, lender: LeaseClient, rank: int, size: int, epoch: int, loop: int, before: Before, stopped: Stopped
+        self, client: LeaseClient, callbacks: LoaderCallbacks, epoch: int, loop: int, before: Before, stopped: Stopped
     ) -> EpochReader:
         if self.draws:
             raise ValueError(
@@ -125,76 +127,75 @@ class Indexed(SampleSource):
                 "sampler out (shuffle=True gives a random order), or run with a synchronous strategy (ps:mode=sync)"
             )
         ledger = Leased(
-            lender,
+            client,
             self.num_samples(),
-            self.block_samples(size),
+            self.block_samples(callbacks.size),
             epoch=epoch,
             loop=loop,
-            rank=rank,
-            size=size,
+            rank=callbacks.rank,
+            size=callbacks.size,
             drop_last=self.cut.drop_last,
             before=before,
             stopped=stopped,
         )
-        self._ahead.indices = _Orders(self.cut)
-        self._loader.generator = self._generator(epoch, rank)
+        self._batch_sampler.indices = _EpochOrders(self.cut)
+        self._loader.generator = self._generator(epoch, callbacks.rank)
         if not self._loader.num_workers:
-            portions, self._ahead.portions = itertools.tee(iter(ledger.take, None))
-            return EpochReader(ledger, portions, _batches(self._loader).__next__, None)
+            slices, self._batch_sampler.slices = itertools.tee(iter(ledger.take, None))
+            return EpochReader(ledger, slices, _batches(self._loader).__next__, None)
         batches: list[Iterator[Any]] = []
         return EpochReader(ledger, self._rounds(ledger, batches), lambda: next(batches[0]), None)
 
     def _rounds(self, ledger: Leased, batches: list[Iterator[Any]]) -> Iterator[BatchSlice]:
-        """Prefetching: takes ahead as long as there is something, and comes back once all of it is done.
-
-        Only then may it wait for others: they may wait for what lies here."""
+        """Prefetching: takes blocks ahead while there are any, and waits for other workers only once all of these are
+        done: they may wait for the blocks that this worker holds."""
         for first in iter(ledger.take, None):
             taken = itertools.chain([first], iter(ledger.take_ahead, None))
-            portions, self._ahead.portions = itertools.tee(taken)
+            slices, self._batch_sampler.slices = itertools.tee(taken)
             batches[:] = [_batches(self._loader)]
-            yield from portions
-            batches.clear()  # its processes end before this worker waits
+            yield from slices
+            batches.clear()  # ends the worker processes before `take` waits
 
-    def _deal(self, num_samples: int, rank: int, size: int, begin: int) -> Ledger:
+    def _dealt(self, num_samples: int, rank: int, size: int, begin: int) -> Ledger:
         cut = self.cut
         return Dealt(num_samples, cut.global_batch, rank=rank, size=size, drop_last=cut.drop_last, begin=begin)
 
 
-class _Ahead:
-    """torch's side of the portions: the numbers of my samples in each that has any. Prefetching runs ahead on it."""
+class _SliceSampler:
+    """The batch sampler of torch's DataLoader: this worker's sample indices in each slice. Prefetching runs ahead."""
 
-    portions: Iterator[BatchSlice] = iter(())
-    indices: Callable[[BatchSlice], torch.Tensor]  # the order of the portion's epoch
+    slices: Iterator[BatchSlice] = iter(())
+    indices: Callable[[BatchSlice], torch.Tensor]  # the order of the slice's epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        for portion in self.portions:
-            if portion.mine:
-                first = portion.start + portion.offset
-                yield self.indices(portion)[first : first + portion.mine].tolist()
+        for batch_slice in self.slices:
+            if batch_slice.mine:
+                first = batch_slice.start + batch_slice.offset
+                yield self.indices(batch_slice)[first : first + batch_slice.mine].tolist()
 
 
-class _Orders:
-    """The orders of the epochs that leased blocks are of: this one, and now and then an earlier one."""
+class _EpochOrders:
+    """The orders of the epochs of leased blocks: the current one, and now and then an earlier one."""
 
     def __init__(self, cut: EpochOrder) -> None:
         self._cut = cut
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    def __call__(self, portion: BatchSlice) -> torch.Tensor:
-        assert isinstance(portion, LeasedBlock)
-        key = (portion.epoch, portion.num_samples)
+    def __call__(self, batch_slice: BatchSlice) -> torch.Tensor:
+        assert isinstance(batch_slice, LeasedBlock)
+        key = (batch_slice.epoch, batch_slice.num_samples)
         if key not in self._kept:
             if len(self._kept) > 1:
                 del self._kept[min(self._kept)]
-            self._kept[key] = order(portion.num_samples, self._cut.shuffle, self._cut.seed, portion.epoch)
+            self._kept[key] = order(batch_slice.num_samples, self._cut.shuffle, self._cut.seed, batch_slice.epoch)
         return self._kept[key]
 
 
 class Stream(SampleSource):
-    """Samples that come one after the other, in an order that is the dataset's own.
+    """Samples of an IterableDataset, in its own order.
 
-    Every worker reads all of them, a global batch at a time, and collates its part. The streams must therefore be the
-    same on every worker; torch's and Python's random numbers in a reading process are, by seed and epoch.
+    Every worker reads all of them, a global batch at a time, and collates its part. So the streams must be the same on
+    every worker; torch's and Python's random numbers in a reading process are, by seed and epoch.
     """
 
     _loader: DataLoader[Any] | None = None
@@ -204,30 +205,30 @@ class Stream(SampleSource):
             return len(self.dataset)
         except (TypeError, NotImplementedError):
             raise TypeError(
-                f"nobody knows how many batches a {type(self.dataset).__name__} has before it was read: "
-                "give it a __len__ if you do"
+                f"the number of batches of a {type(self.dataset).__name__} is not known before it was read: "
+                "give it a __len__"
             ) from None
 
     def ledger(self, rank: int, size: int, begin: int) -> Ledger:
         return Streamed(iter(()), self.cut.global_batch, rank=rank, size=size, begin=begin)
 
-    def read(self, seat: LoaderCallbacks, epoch: int, begin: int, drawn: torch.Tensor | None) -> EpochReader:
+    def read(self, callbacks: LoaderCallbacks, epoch: int, begin: int, drawn: torch.Tensor | None) -> EpochReader:
         kept: list[Any] = []
-        rank, size = _part(seat)
-        totals = _keep(_batches(self._cutting(rank, size, epoch)), kept)
+        rank, size = _part(callbacks)
+        totals = _keep(_batches(self._slicing(rank, size, epoch)), kept)
         ledger = Streamed(totals, self.cut.global_batch, rank=rank, size=size, begin=begin)
         return EpochReader(ledger, iter(ledger.take, None), kept.pop, None)
 
     def lease(
-        self, lender: LeaseClient, rank: int, size: int, epoch: int, loop: int, before: Before, stopped: Stopped
+        self, client: LeaseClient, callbacks: LoaderCallbacks, epoch: int, loop: int, before: Before, stopped: Stopped
     ) -> EpochReader:
         raise ValueError(
             f"workers that do not step together cannot read a stream ({type(self.dataset).__name__}) in blocks: give a "
             "dataset with __len__ and __getitem__, or run with a synchronous strategy (ps:mode=sync)"
         )
 
-    def _cutting(self, rank: int, size: int, epoch: int) -> DataLoader[Any]:
-        mine = _Mine(rank, size, self._options.get("collate_fn") or default_collate)
+    def _slicing(self, rank: int, size: int, epoch: int) -> DataLoader[Any]:
+        mine = _CollateSlice(rank, size, self._options.get("collate_fn") or default_collate)
         if self._loader is None or self._loader.collate_fn != mine:
             cut = {"batch_size": self.cut.global_batch, "drop_last": self.cut.drop_last, "collate_fn": mine}
             self._loader = DataLoader(**{**self._options, **cut})
@@ -236,49 +237,49 @@ class Stream(SampleSource):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mine:
-    """Collates my part of a global batch, where it is read; and says how many samples all have."""
+class _CollateSlice:
+    """Collates this worker's part of a global batch; also returns the size of the global batch."""
 
     rank: int
     size: int
     collate: Callable[[list[Any]], Any]
 
     def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        portion = BatchSlice.deal(0, 0, len(samples), self.rank, self.size)
-        mine = samples[portion.offset : portion.offset + portion.mine]
-        return portion.total, self.collate(mine) if mine else None
+        batch_slice = BatchSlice.deal(0, 0, len(samples), self.rank, self.size)
+        mine = samples[batch_slice.offset : batch_slice.offset + batch_slice.mine]
+        return batch_slice.total, self.collate(mine) if mine else None
 
 
-def _part(seat: LoaderCallbacks) -> tuple[int, int]:
-    """Which part of how many is this worker's; one that joined after the launch reads everything."""
-    return (seat.rank, seat.size) if seat.rank < seat.size else (0, 1)
+def _part(callbacks: LoaderCallbacks) -> tuple[int, int]:
+    """This worker's rank and the number of workers; a worker that joined later reads everything."""
+    return (callbacks.rank, callbacks.size) if callbacks.rank < callbacks.size else (0, 1)
 
 
 def _batches(loader: DataLoader[Any]) -> Generator[Any, None, None]:
-    """What torch's DataLoader gives; its processes end with the last reference, and with an exception."""
+    """The batches of torch's DataLoader. Its processes end with the last reference, and with an exception."""
     try:
         yield from loader
     except Exception as error:
-        if loader.num_workers:  # torch's frames and the error hold each other, and the processes: ten seconds in gc
+        if loader.num_workers:  # a reference cycle of frames and error would keep the processes for ten seconds
             traceback.clear_frames(error.__traceback__)
         raise
 
 
 def _keep(batches: Iterator[tuple[int, Any]], kept: list[Any]) -> Iterator[int]:
-    """The sizes of the global batches; my part of the one whose size was given last is kept."""
+    """Yields the sizes of the global batches; `kept` holds this worker's part of the last one."""
     for total, batch in batches:
         kept[:] = [batch]
         yield total
 
 
 def _draw(sampler: Iterable[Any]) -> torch.Tensor:
-    """One epoch's numbers, drawn on every rank: their streams of random numbers stay side by side."""
+    """One epoch's indices. Drawn on every rank, so that their random states stay equal."""
     expected = len(sampler)  # type: ignore[arg-type]
     drawn = list(itertools.islice(sampler, expected + 1))
     name = type(sampler).__name__
     if len(drawn) > expected:
-        raise ValueError(f"{name} gives more samples than the {expected} of its len(): let the two agree")
+        raise ValueError(f"{name} gives more samples than the {expected} of its len(): both must be the same")
     try:
         return torch.tensor([operator.index(number) for number in drawn], dtype=torch.int64, device="cpu")
     except TypeError:
-        raise ValueError(f"{name} gives samples that are not whole numbers: let it give indices") from None
+        raise ValueError(f"{name} yields samples that are not integers: it must yield indices") from None

@@ -65,6 +65,43 @@ class Recorder:
         return [verb for verb, _ in self.calls]
 
 
+class SingleWorkerCallbacks:
+    """The callbacks of a single worker."""
+
+    rank = 0
+    size = 1
+
+    def epoch(self) -> int | None:
+        return None
+
+    def training(self, loader: Shard) -> bool:
+        return True
+
+    def stopped(self, loader: Shard) -> bool:
+        return False
+
+    def enter(self, loader: Shard) -> None:
+        pass
+
+    def begin(self, loader: Shard, portion: BatchSlice) -> None:
+        pass
+
+    def finish(self, loader: Shard, portion: BatchSlice) -> None:
+        pass
+
+    def passes(self, loader: Shard, portion: BatchSlice) -> bool:
+        return False
+
+    def absent(self, loader: Shard, portion: BatchSlice) -> None:
+        pass
+
+    def leave(self, loader: Shard, finished: bool, raised: bool) -> None:
+        pass
+
+    def share_order(self, indices: torch.Tensor) -> torch.Tensor:
+        return indices
+
+
 def ranks(size: int, make_data: Callable[[], Any], **options: Any) -> list[Shard]:
     """One loader per rank of `size`; rank 0 must be iterated first where a sampler draws."""
     board: list[torch.Tensor] = []
@@ -75,7 +112,7 @@ def global_batches(loaders: list[Shard]) -> list[list[int]]:
     """The samples of every global batch of one epoch, all ranks put together in order of rank."""
     batches: dict[int, list[int]] = {}
     for loader in loaders:
-        seat = loader._seat
+        seat = loader._callbacks
         for batch in loader:
             number = seat.calls[-1][1]  # type: ignore[attr-defined]
             batches.setdefault(number, []).extend(batch.tolist())

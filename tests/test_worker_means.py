@@ -8,12 +8,12 @@ import time
 
 import ranks
 from hora.collectives import Group
-from hora.early_stopping import WorkerMeans
+from hora.worker_means import WorkerMeans
 
 
 def means(group: Group, together: bool = True) -> WorkerMeans:
     made = WorkerMeans(group._control, group.rank, group.size, "test", together)
-    group._control.subscribe(made.hear)
+    group._control.subscribe(made.on_event)
     group.barrier()  # all listen
     return made
 
