@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -68,7 +69,9 @@ def launcher(tmp_path: pathlib.Path, forkserver: str) -> Iterator[Launcher]:
             os.kill(pid, signal.SIGKILL)
     assert not alive, "processes of the run were left"
     assert {name for name in os.listdir("/dev/shm") if "hora" in name} <= shared_before
-    assert [name for name in os.listdir(launcher.tmp) if not name.startswith("torchinductor")] == []  # torch's own
+    left = [name for name in os.listdir(launcher.tmp) if not name.startswith("torchinductor")]  # torch's own
+    shutil.rmtree(launcher.tmp, ignore_errors=True)
+    assert left == []
     assert list(launcher.state.rglob("control")) == []
 
 

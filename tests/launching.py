@@ -8,6 +8,7 @@ import re
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -37,8 +38,8 @@ class Launcher:
 
     def __init__(self, folder: Path, forkserver: str) -> None:
         self.state = folder / "state"
-        self.tmp = folder / "tmp"
-        self.tmp.mkdir()
+        # Not in `folder`, whose path may be too long for the sockets that torch's DataLoader makes in TMPDIR.
+        self.tmp = Path(tempfile.mkdtemp(prefix="launched-"))
         self.mark = f"{MARK}={secrets.token_hex(8)}"
         self.env = environment()
         self.env |= {

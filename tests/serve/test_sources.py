@@ -237,6 +237,7 @@ def test_a_reader_of_blocks_never_meets_half_an_update() -> None:
     source = ServerSource(registry, servers.layout, servers.memories, snapshot, sync=False)
     publish(snapshot, registry, 0.0, ParameterVersion(0))
     servers.fill(0.0)
+    assert source.refresh() is not None, "before there is a writer: on a busy machine a read may give up"
     stop = threading.Event()
 
     def train() -> None:

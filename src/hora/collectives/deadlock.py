@@ -37,12 +37,15 @@ class WaitState(msgspec.Struct, array_like=True):
 class WaitScope:
     """A context around what may wait there. Of several inside each other, the outermost counts."""
 
-    __slots__ = ("_deadlocks", "name", "text")
+    __slots__ = ("_deadlocks", "aborted", "name", "text")
 
-    def __init__(self, deadlocks: DeadlockDetector, name: str, text: Callable[[], str]) -> None:
+    def __init__(
+        self, deadlocks: DeadlockDetector, name: str, text: Callable[[], str], aborted: Callable[[], bool]
+    ) -> None:
         self._deadlocks = deadlocks
         self.name = name
         self.text = text
+        self.aborted = aborted
 
     def __enter__(self) -> None:
         deadlocks = self._deadlocks
@@ -78,52 +81,59 @@ class DeadlockDetector:
         self.here: WaitScope | None = None  # where that waits
         self.depth = 0
         self._counts: dict[str, Callable[[], int]] = {}  # of places that are no groups
-        self._others: dict[int, tuple[str, WaitState]] = {}
-        self._lock = threading.Lock()
+        self._found = False
 
-    def scope(self, name: str, text: Callable[[], str], count: Callable[[], int] | None = None) -> WaitScope:
-        """Where this rank may wait for others: a group, or with `count` something else in which calls are counted."""
+    def scope(
+        self,
+        name: str,
+        text: Callable[[], str],
+        aborted: Callable[[], bool],
+        count: Callable[[], int] | None = None,
+    ) -> WaitScope:
+        """Where this rank may wait for others: a group, or with `count` something else in which calls are counted.
+        `aborted`: the wait ends without the others."""
         if count is not None:
             self._counts[name] = count
-        return WaitScope(self, name, text)
+        return WaitScope(self, name, text, aborted)
 
     def on_long_wait(self) -> None:
         """A wait of this rank, on any thread, has lasted for a moment. Never blocks."""
-        mine = self._standing()
-        if mine is None:
-            return
+        mine = self._state()
+        if mine is not None:
+            self._send(mine)
+
+    def _send(self, mine: WaitState) -> None:
         with contextlib.suppress(HoraError):
             self._control.send(TOPIC, msgspec.msgpack.encode(mine))
-        with self._lock:
-            others = list(self._others.values())
-        for name, theirs in others:
-            self._compare(mine, name, theirs)
 
     def hear(self, event: CoordinatorEvent) -> None:
         if event.kind != "message" or event.topic != TOPIC or event.member is None:
             return
         theirs = msgspec.msgpack.decode(event.body, type=WaitState)
-        with self._lock:
-            self._others[event.member.rank] = str(event.member), theirs
-        mine = self._standing()
-        if mine is not None:
-            self._compare(mine, str(event.member), theirs)
+        mine = self._state()
+        if mine is None or self._found or not _is_deadlock(mine, theirs):
+            return
+        self._found = True
+        self._send(mine)  # the other compares it with its own state, and raises too
+        self._end(
+            Mismatch(
+                f"{self._name} waits in {mine.text} while {event.member} waits in {theirs.text}: each waits for the "
+                "other. All ranks must make the same calls in the same order; is one of them made by some ranks only?"
+            )
+        )
 
-    def _standing(self) -> WaitState | None:
+    def _state(self) -> WaitState | None:
+        """Where this rank waits right now. A received state is compared with this one alone: the sender of it still
+        waits there, or its wait was aborted and this rank's will be."""
         here = self.here
-        if here is None:
+        if here is None or here.aborted():
             return None
         begun = {**self._numbers(), **{name: count() for name, count in self._counts.items()}}
         return WaitState(here.name, begun.get(here.name, 0), here.text(), begun)
 
-    def _compare(self, mine: WaitState, name: str, theirs: WaitState) -> None:
-        """Each waits in a call that the other has not begun, in a place that both know."""
-        if mine.place == theirs.place or mine.place not in theirs.begun or theirs.place not in mine.begun:
-            return
-        if theirs.begun[mine.place] < mine.number and mine.begun[theirs.place] < theirs.number:
-            self._end(
-                Mismatch(
-                    f"{self._name} waits in {mine.text} while {name} waits in {theirs.text}: each waits for the other. "
-                    "All ranks must make the same calls in the same order; is one of them made by some ranks only?"
-                )
-            )
+
+def _is_deadlock(mine: WaitState, theirs: WaitState) -> bool:
+    """Each waits in a call that the other has not begun, in a place that both know."""
+    if mine.place == theirs.place or mine.place not in theirs.begun or theirs.place not in mine.begun:
+        return False
+    return theirs.begun[mine.place] < mine.number and mine.begun[theirs.place] < theirs.number

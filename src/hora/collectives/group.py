@@ -97,7 +97,9 @@ class Group:
         )  # around waits for other ranks
         if deadlocks is not None:
             self.consistency.on_long_wait = deadlocks.on_long_wait
-            self.wait_scope = deadlocks.scope(transport.spec.name, lambda: self.describe_wait())
+            self.wait_scope = deadlocks.scope(
+                transport.spec.name, lambda: self.describe_wait(), lambda: transport.cause is not None
+            )
         self._staging = shared.StagingSlots.open(transport) if transport.shares_memory else None
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
         self._turn = threading.RLock()  # whoever has it makes a call

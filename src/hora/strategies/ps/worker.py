@@ -107,7 +107,7 @@ class ParameterServerSync(LocalGradients):
         self._client, self._flat_parameters = self._connections.client, self._connections.flat_parameters
         if group.deadlocks is not None and self.lockstep:
             self._client.on_slow_wait = group.deadlocks.on_long_wait
-            self._step_wait = group.deadlocks.scope("servers", self._doing, lambda: self._num_pushes)
+            self._step_wait = group.deadlocks.scope("servers", self._doing, self._is_aborted, lambda: self._num_pushes)
         if self.lockstep:
             self._connections.gather_local_ranks(group)
         self._archive = ServerStateArchive(self.registry, self._client)
@@ -139,6 +139,9 @@ class ParameterServerSync(LocalGradients):
         """Called while this worker waits for a server: raises if the wait is in vain."""
         if self.group is not None:
             (self.home if self.hooks.halted else self.group).transport.check()  # a halt ends steps, and nothing else
+
+    def _is_aborted(self) -> bool:
+        return self.group is None or self.group.transport.cause is not None
 
     def unbind(self) -> None:
         for table in self._tables.values():
