@@ -56,12 +56,13 @@ def answer_requests(job: Job, model: Any, optimizer: Any, predict: Callable[[Any
     if config.checkpoint:
         predictor.serve_checkpoint(config, registry, predict)
     else:
-        ps = (strategy, context) if isinstance(strategy, PS) else None
-        if ps is not None and ps[0].mode == "sync" and len(optimizers) > 1:
-            ps = None  # between the optimizers of a step the servers are idle; only rank 0 knows when it is complete
+        servers = strategy if isinstance(strategy, PS) else None
+        if servers is not None and servers.mode == "sync" and len(optimizers) > 1:
+            servers = (
+                None  # between the optimizers of a step the servers are idle; only rank 0 knows when it is complete
+            )
         publishers = job.size if config.source == "newest" or _all_ranks_publish(job) else 1
-        run = predictor.ServedRun(context.control, context.token, publishers, ps)
-        predictor.serve(config, registry, predict, run)
+        predictor.serve(config, registry, predict, context, publishers, servers)
     raise SystemExit(0)
 
 

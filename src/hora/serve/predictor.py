@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -39,21 +38,15 @@ WAIT_S = 86400.0  # for rank 0, which may load its data before its model; the en
 ANSWER_S = 2.0  # for a value that must be there already
 
 
-class ServedRun(NamedTuple):
-    """The predictor's run: ranks below `size` publish snapshots; under `ps`, servers have the parameters."""
-
-    control: CoordinatorConnection
-    token: bytes
-    size: int
-    ps: tuple[PS, RunContext] | None
-
-
-def serve(config: ServeConfig, registry: ParameterRegistry, predict: Predict | None, run: ServedRun) -> None:
-    """Serve until all workers have left, or with `config.after` until a signal. Mismatch if the workers have built
-    another model."""
+def serve(
+    config: ServeConfig, registry: ParameterRegistry, predict: Predict | None, context: RunContext,
+    num_publishers: int, servers: PS | None,
+) -> None:  # fmt: skip
+    """Serve until all workers have left, or with `config.after` until a signal. Ranks below `num_publishers` publish
+    snapshots; parameter `servers` are read directly. Mismatch if the workers have built another model."""
     _check_model(registry)
-    workers = LiveWorkers(run.control)
-    with contextlib.closing(FdPassing(run.token, FETCH_S)) as fd_passing:
+    workers = LiveWorkers(context.control)
+    with contextlib.closing(FdPassing(context.token, FETCH_S)) as fd_passing:
 
         def open_snapshot(rank: int) -> SnapshotBuffer:
             offer = msgspec.msgpack.decode(workers.get(f"snapshot/{rank}"), type=SnapshotOffer)
@@ -67,17 +60,18 @@ def serve(config: ServeConfig, registry: ParameterRegistry, predict: Predict | N
 
         def add_snapshots(source: SnapshotSource) -> None:
             """Of the other ranks; a rank that publishes nothing is skipped."""
-            for rank in range(1, run.size):
+            for rank in range(1, num_publishers):
                 with contextlib.suppress(HoraError, OSError):
                     source.add(open_snapshot(rank))
 
         def announce(url: str) -> None:
             with contextlib.suppress(HoraError):
-                run.control.put("serving", url.encode())
+                context.control.put("serving", url.encode())
 
         snapshot = open_snapshot(0)
-        source = _server_source(run, fd_passing, registry, snapshot) or SnapshotSource(registry, [snapshot])
-        if isinstance(source, SnapshotSource) and run.size > 1:
+        server_source = _server_source(servers, context, fd_passing, registry, snapshot) if servers else None
+        source = server_source or SnapshotSource(registry, [snapshot])
+        if isinstance(source, SnapshotSource) and num_publishers > 1:
             threading.Thread(target=add_snapshots, args=(source,), name="hora-snapshots", daemon=True).start()
         _serve_http(
             config, registry, source, predict, lambda: _signature(snapshot.signature),
@@ -177,16 +171,13 @@ class LiveWorkers:
 
 
 def _server_source(
-    run: ServedRun, fd_passing: FdPassing, registry: ParameterRegistry, snapshot: SnapshotBuffer
+    strategy: PS, context: RunContext, fd_passing: FdPassing, registry: ParameterRegistry, snapshot: SnapshotBuffer
 ) -> ServerSource | None:
-    """Reads the servers' own memory; None without servers, or if the memory of one cannot be mapped here."""
-    if run.ps is None:
-        return None
-    strategy, context = run.ps
+    """Reads the servers' own memory; None if the memory of one cannot be mapped here."""
     layout = make_layout(registry, context, strategy.block_bytes)
     memories = []
     for number, part in enumerate(layout.parts):
-        *_, address = run.control.get(f"ps/{number}", FETCH_S).decode().split()  # put before rank 0's snapshot
+        *_, address = context.control.get(f"ps/{number}", FETCH_S).decode().split()  # put before rank 0's snapshot
         try:
             if address == "-":
                 raise HoraError("its memory is not shared")
