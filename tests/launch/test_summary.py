@@ -163,7 +163,7 @@ def test_numbers_are_written_as_people_read_them(told: str, wanted: str) -> None
     ],
 )
 def test_text_from_elsewhere_is_made_harmless(text: str, wanted: str) -> None:
-    assert format.harmless(text) == wanted
+    assert format.sanitize(text) == wanted
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class Desk:
         self.now = 100.0
 
     def _streams(self, rank: int) -> tuple[RankStream, RankStream]:
-        return self.screen.streams("worker", rank, log_dir=None, verdict=lambda exception: TracebackAction.SHOW)
+        return self.screen.streams("worker", rank, log_dir=None, decide=lambda exception: TracebackAction.SHOW)
 
     def size(self, columns: int, lines: int, *, wraps: bool = False, pulls: bool = False) -> None:
         self.read()
@@ -157,14 +157,14 @@ def test_the_panel_stands_below_the_lines_and_is_gone_at_the_end(desk: Desk) -> 
     desk.tick(1)
     assert desk.seen() == ["[0] one", "", " a", " b"]
     desk.streams[2].feed(b"two\n", desk.now)
-    desk.screen.say("three")
+    desk.screen.log("three")
     desk.tick(1)
     assert desk.seen() == ["[0] one", "[1] two", "hora: three", "", " a", " b"]
     desk.screen.panel([" c"])
     desk.tick(1)
     assert desk.seen()[3:] == ["", " c"]
     desk.screen.close()
-    desk.screen.say("the last word")
+    desk.screen.log("the last word")
     desk.tick(1)
     assert desk.seen() == ["[0] one", "[1] two", "hora: three", "hora: the last word"]
 
@@ -295,7 +295,7 @@ def test_any_interleaving_leaves_the_lines_as_written_and_one_panel_below_them(s
     with open(tmp_path / "plain", "w+b") as file:
         plain = Screen(size=4, color="never", out=file.fileno(), err=file.fileno())
         twins = [
-            plain.streams("worker", rank, log_dir=None, verdict=lambda exception: TracebackAction.SHOW)
+            plain.streams("worker", rank, log_dir=None, decide=lambda exception: TracebackAction.SHOW)
             for rank in range(4)
         ]
         streams = list(zip(desk.streams, (stream for pair in twins for stream in pair), strict=True))
@@ -310,8 +310,8 @@ def test_any_interleaving_leaves_the_lines_as_written_and_one_panel_below_them(s
                 for stream in streams[index]:
                     stream.feed(f"{text}{chr(10) * ends}".encode(), desk.now)
             elif what == "say":
-                desk.screen.say(f"said {number}")
-                plain.say(f"said {number}")
+                desk.screen.log(f"said {number}")
+                plain.log(f"said {number}")
             elif what == "panel":
                 width, height = desk.screen.size()
                 desk.screen.panel(panel(number, chance.randint(1, height // 2 + 1), width))

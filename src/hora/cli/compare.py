@@ -14,7 +14,7 @@ from ..errors import did_you_mean
 from ..runs import exit_codes, run_directory
 from ..runs.digest import digest
 from ..runs.run_directory import RunRecord
-from ..terminal.format import duration, harmless, number, rate, table
+from ..terminal.format import duration, number, rate, sanitize, table
 from .runs import digest_cells
 
 SMOOTH = 20
@@ -81,7 +81,7 @@ class Comparison:
         self.runs = [digest(found) for found in runs]
         names = [run.name for run in self.runs]
         self.labels = [  # the path of a run whose name is not unique
-            harmless(run.name if names.count(run.name) == 1 else run.path, 120) for run in self.runs
+            sanitize(run.name if names.count(run.name) == 1 else run.path, 120) for run in self.runs
         ]
         self.notes: list[str] = []
         curves = [self._read(label, found) for label, found in zip(self.labels, runs, strict=True)]
@@ -92,8 +92,8 @@ class Comparison:
             if self.value in known:
                 self.curves[label] = _curve(known[self.value]["points"])
             elif self.value and self.value not in known_names:
-                listed = ", ".join(harmless(name, 40) for name in sorted(known_names)) or "nothing"
-                self.notes.append(f"{label} has not logged {harmless(self.value)}; it has logged: {listed}")
+                listed = ", ".join(sanitize(name, 40) for name in sorted(known_names)) or "nothing"
+                self.notes.append(f"{label} has not logged {sanitize(self.value)}; it has logged: {listed}")
         self._note_differences(logged)
 
     def table(self) -> str:
@@ -114,7 +114,7 @@ class Comparison:
                 ]
             )
         heads = ["run", "state", "strategy", "workers", "steps", "samples", "time", "samples/s"]
-        return "\n".join(table([*heads, harmless(self.value, 24), "lowest", "highest"], rows, left=3))
+        return "\n".join(table([*heads, sanitize(self.value, 24), "lowest", "highest"], rows, left=3))
 
     def _read(self, label: str, found: RunRecord) -> dict[str, Any]:
         """The run's logged values as curves, by name."""
@@ -141,7 +141,7 @@ class Comparison:
             return value
         listed = f"they have logged: {', '.join(everything) or 'nothing'}"
         hint = did_you_mean(value, everything)
-        raise ValueError(harmless(f"none of these runs has logged {value!r}; {hint}{listed}", 400))
+        raise ValueError(sanitize(f"none of these runs has logged {value!r}; {hint}{listed}", 400))
 
     def _note_differences(self, logged: Sequence[set[str]]) -> None:
         everything = sorted({name for names in logged for name in names} - {self.value})
@@ -149,7 +149,7 @@ class Comparison:
         listed = []
         for name in some[:8]:
             runs = [label for label, names in zip(self.labels, logged, strict=True) if name in names]
-            listed.append(f"{harmless(name, 40)} ({', '.join(runs)})")
+            listed.append(f"{sanitize(name, 40)} ({', '.join(runs)})")
         if listed:
             self.notes.append(f"logged by some runs only: {', '.join(listed)}{', …' if len(some) > 8 else ''}")
 
@@ -222,4 +222,4 @@ def _extreme(values: Sequence[float], which: Any) -> str:
 
 def _plain(text: str) -> str:
     """Text that matplotlib shows as it is: no formula, and no leading _, which hides a name from the legend."""
-    return harmless(text, 60).replace("$", r"\$").lstrip("_") or "?"
+    return sanitize(text, 60).replace("$", r"\$").lstrip("_") or "?"

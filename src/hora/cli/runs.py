@@ -11,7 +11,7 @@ import click
 
 from ..runs import exit_codes, run_directory
 from ..runs.digest import RunDigest, digest
-from ..terminal.format import duration, harmless, number, rate, table
+from ..terminal.format import duration, number, rate, sanitize, table
 from .options import PositiveInt
 
 SHOWN = 20
@@ -50,7 +50,7 @@ def listing(runs: Sequence[RunDigest]) -> str:
     """One line per run, coloured by state; unknown values are left empty."""
     rows = [
         [
-            f"{'●' if run.live else ' '} {harmless(run.name, 64)}",
+            f"{'●' if run.live else ' '} {sanitize(run.name, 64)}",
             local_time(run.started),
             *digest_cells(run),
             number(run.values["loss"]) if "loss" in run.values else "",
@@ -71,7 +71,7 @@ def listing(runs: Sequence[RunDigest]) -> str:
 def digest_cells(run: RunDigest) -> list[str]:
     """State, strategy, workers and steps of a run as cells of a table."""
     workers = "" if run.workers is None else str(run.workers)
-    return [run.state, harmless(run.strategy, 32), workers, f"{run.steps:,}" if run.steps else ""]
+    return [run.state, sanitize(run.strategy, 32), workers, f"{run.steps:,}" if run.steps else ""]
 
 
 def local_time(started: str) -> str:

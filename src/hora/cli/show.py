@@ -18,7 +18,7 @@ from ..runs.digest import digest
 from ..runs.json_file import jsonable
 from ..runs.run_directory import RunRecord
 from ..runs.summary import single_worker_speed, steps_taken, summary_lines
-from ..terminal.format import event_text, harmless, size
+from ..terminal.format import event_text, sanitize, size
 
 EVENTS = 10
 
@@ -114,7 +114,7 @@ def _card(found: RunRecord) -> str:
         "record": found.path,
         "memory": problem or database,
     }
-    lines = [(key, harmless(value, 4000)) for key, value in rows.items() if value not in (None, "")]
+    lines = [(key, sanitize(value, 4000)) for key, value in rows.items() if value not in (None, "")]
     summary = summary_lines(known.summary, single=single_worker_speed(begun, steps_taken(known.summary)))
     history = [f"{event.at:.1f} s, step {event.step}: {event_text(event)}" for event in events]
     for key, texts in (("summary", summary), ("events", history)):

@@ -78,11 +78,11 @@ class RunDisplay:
             try:
                 socket = DashboardSocket(config.dashboard if isinstance(config.dashboard, int) else None)
             except ValueError as problem:
-                screen.say(f"no dashboard: {problem}; the run goes on without it")
+                screen.log(f"no dashboard: {problem}; the run goes on without it")
             else:
                 display._dashboard = socket
                 taken = f"port {config.dashboard} is taken; " if socket.moved else ""
-                screen.say(f"{taken}page {socket.address(directory.name)}")
+                screen.log(f"{taken}page {socket.address(directory.name)}")
         return display
 
     def observe(self, service: CoordinatorService) -> None:
@@ -113,7 +113,7 @@ class RunDisplay:
         try:
             self._dashboard.start(self._name, self._monitor.directory, home())
         except ValueError as problem:
-            self._screen.say(f"{problem}; the run goes on without it")
+            self._screen.log(f"{problem}; the run goes on without it")
 
     def tick(self, now: float, coordinator: ValueSource, waiting_for: Callable[[], str]) -> None:
         """Updates panel and monitor if they are due. `waiting_for` says what a run without a first step waits for."""
@@ -133,7 +133,7 @@ class RunDisplay:
         elif starting and not self._slow_start_logged and now - self._started_at >= SLOW_START_S:
             self._slow_start_logged = True
             if waiting != "the first step":
-                self._screen.say(f"the run has waited {SLOW_START_S:g} s for {waiting}")
+                self._screen.log(f"the run has waited {SLOW_START_S:g} s for {waiting}")
 
     def _draw_panel(self) -> None:
         from ..terminal import panel
@@ -176,9 +176,9 @@ class RunDisplay:
 
         assert self._screen is not None
         try:
-            self._screen.say(trace.merge(os.path.join(scratch, TRACE), self._config.trace, stop=stop))
+            self._screen.log(trace.merge(os.path.join(scratch, TRACE), self._config.trace, stop=stop))
         except ValueError as problem:
-            self._screen.say(f"no trace: {problem}")
+            self._screen.log(f"no trace: {problem}")
 
     def close(self) -> None:
         self.end({})

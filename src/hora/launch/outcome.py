@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ..runs import exit_codes
-from ..terminal.screen import log_path, seat_name
+from ..terminal.screen import log_path, process_name
 from ..terminal.tracebacks import shorten
 from .process import RunProcess, Slot, signal_name
 
@@ -85,7 +85,7 @@ def never_met(size: int, script: str) -> Outcome:
 
 def unstarted(role: str, rank: int, error: OSError) -> Outcome:
     """The operating system, or a lost host, prevented the start of this process."""
-    cause = f"{seat_name(role, rank)} could not be started: {error.strerror or error}"
+    cause = f"{process_name(role, rank)} could not be started: {error.strerror or error}"
     return Outcome(code=exit_codes.SCRIPT_FAILED, cause=cause, text=f"{cause}; the others were stopped.")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..runs.exit_codes import SECONDARY_FAILURE
-from ..terminal.screen import seat_name
+from ..terminal.screen import process_name
 from ..terminal.tracebacks import exception_of, last_traceback
 
 READ_BYTES = 1 << 16
@@ -61,7 +61,7 @@ class RunProcess:
 
     @property
     def name(self) -> str:
-        return seat_name(self.role, self.rank)
+        return process_name(self.role, self.rank)
 
     @property
     def running(self) -> bool:

@@ -72,10 +72,10 @@ def run(config: RunConfig) -> int:
             return exit_codes.of_signal(received.number)
         make_log_dir(config.log_dir)
         path, name = (joined.directory, joined.name) if joined else (config.run_dir, config.name)
-        directory = RunDirectory(directory=path, name=name, warn=screen.say)
+        directory = RunDirectory(directory=path, name=name, warn=screen.log)
         cleanup.callback(directory.close)
         for note in (*opened.notes, *notes):
-            screen.say(note)
+            screen.log(note)
         facts = _facts(config, run_id)
         if joined is not None:
             directory.begin({**facts, "joins": joined.run.name, "ranks": [rank for _, rank in processes.slots]})
@@ -97,7 +97,7 @@ def _open_local(context: LaunchContext, joined: Joining | None) -> OpenedBackend
     if config.serve is not None:
         config.serve.check_port()
     env = common_environment(config, processes, run_id)
-    forks = ForkServer(env, preloaded(config), context.reaper, context.screen.say)
+    forks = ForkServer(env, preloaded(config), context.reaper, context.screen.log)
     context.cleanup.callback(forks.close)
     coordinator = joined.coordinator if joined else context.open_coordinator(config.bind)
 
@@ -143,7 +143,7 @@ def _supervise(
     if isinstance(opened.backend, HostSet):
         missing = opened.backend.finish(os.path.join(context.scratch, TRACE) if config.trace else None)
         if missing and config.trace:
-            screen.say(f"the trace lacks the files of host {', '.join(host.name for host in missing)}")
+            screen.log(f"the trace lacks the files of host {', '.join(host.name for host in missing)}")
     end: dict[str, object] = {
         "code": outcome.code,
         "cause": outcome.cause,
@@ -157,13 +157,13 @@ def _supervise(
     end["summary"] = display.end(end)
     directory.end(end)
     for text in signals.posted():
-        screen.say(text)
+        screen.log(text)
     display.merge_trace(context.scratch, lambda: bool(signals.stop_signals()))
     context.cleanup.close()
     for line in display.summary_lines(facts):
-        screen.say(line)
+        screen.log(line)
     if outcome.text:
-        screen.say(outcome.text)
+        screen.log(outcome.text)
     supervisor.flush()
     return outcome.code
 

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ..runs.exit_codes import SECONDARY_FAILURE
-from ..terminal.screen import seat_name
+from ..terminal.screen import process_name
 from .process import Slot, signal_name
 
 
@@ -338,7 +338,7 @@ class ShutdownPolicy:
             _, number = self._dismissal.popleft()
             for slot in late:
                 if slot not in self._dismissed:
-                    actions.append(Log(f"{seat_name(*slot)} did not end with the run and is ended"))
+                    actions.append(Log(f"{process_name(*slot)} did not end with the run and is ended"))
                     self._dismissed.add(slot)
                 actions.append(SendSignal(slot, number, group=True))
         return actions

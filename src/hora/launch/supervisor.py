@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from hora.strategies import parse
 
-from ..terminal.screen import RankStream, seat_name
+from ..terminal.screen import RankStream, process_name
 from ..terminal.tracebacks import TracebackAction, exception_of
 from . import outcome
 from .context import CoordinatorHandle, LaunchContext, OpenedBackend, strategy_spelling
@@ -171,19 +171,19 @@ class Supervisor:
         for number in self._signals.stop_signals():
             self._apply(self._policy.stop_requested(number, now))
         for text in self._signals.posted():
-            self._screen.say(text)
+            self._screen.log(text)
 
     def _on_reaper_exit(self, fd: int, events: int, now: float) -> None:
         if self._context.reaper.replace():
-            self._screen.say("the reaper of this run was killed; a new one was started")
+            self._screen.log("the reaper of this run was killed; a new one was started")
         else:
-            self._screen.say("the second reaper was killed too; if this launcher is killed now, ranks may be left")
+            self._screen.log("the second reaper was killed too; if this launcher is killed now, ranks may be left")
 
     def _waiting_for(self) -> str:
         """What a run that has not taken a step yet waits for."""
         if not self._backend.ready:
             return "torch is imported"
-        names = [seat_name(*slot) for slot in self._coordinator.missing()]
+        names = [process_name(*slot) for slot in self._coordinator.missing()]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             return f"{names[0]}{more} to call hora.init()"
@@ -194,11 +194,11 @@ class Supervisor:
     def _start(self, slot: Slot) -> None:
         role, rank = slot
         try:
-            out, err = self._screen.streams(role, rank, log_dir=self._config.log_dir, verdict=self._traceback_action)
+            out, err = self._screen.streams(role, rank, log_dir=self._config.log_dir, decide=self._traceback_action)
             self._processes[slot] = self._start_process(slot, out, err)
         except OSError as error:
             if role == "predictor":
-                self._screen.say(f"the predictor could not be started: {error.strerror or error}; training goes on")
+                self._screen.log(f"the predictor could not be started: {error.strerror or error}; training goes on")
             else:
                 self._start_error = slot, error
             self._policy.could_not_start(slot, time.monotonic())
@@ -216,7 +216,7 @@ class Supervisor:
     def _apply(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Log):
-                self._screen.say(action.text)
+                self._screen.log(action.text)
                 continue
             process = self._processes[action.slot]
             if isinstance(action, SendSignal):
@@ -229,20 +229,20 @@ class Supervisor:
                 self._report_failure(process, action.is_cause)
             elif isinstance(action, ReportPredictorFailure):
                 self._report_death(process)
-                _stream(process).settle()
-                self._screen.say(outcome.predictor_failed(process, action.training))
+                _stream(process).flush_traceback()
+                self._screen.log(outcome.predictor_failed(process, action.training))
 
     def _report_exit(self, process: RunProcess) -> None:
         self._coordinator.report_exit(process.rank, process.role)
         if process.role == "predictor" and not self._facts.value("serving"):
-            self._screen.say("the predictor served nothing: its script ended without job.prepare(model, optimizer)")
+            self._screen.log("the predictor served nothing: its script ended without job.prepare(model, optimizer)")
 
     def _report_loss(self, process: RunProcess) -> None:
         self._report_death(process)
-        _stream(process).settle()
+        _stream(process).flush_traceback()
         step = self._facts.value(f"step/{process.rank}")
         sentence = self._lost[process.slot] = outcome.lost(process, step if step.isdecimal() else "")
-        self._screen.say(f"{sentence}; the others go on")
+        self._screen.log(f"{sentence}; the others go on")
 
     def _report_failure(self, process: RunProcess, is_cause: bool) -> None:
         if is_cause:

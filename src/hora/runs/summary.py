@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from ..terminal.format import count, duration, harmless, number, percent, rate, size
+from ..terminal.format import count, duration, number, percent, rate, sanitize, size
 from . import run_directory
 
 MAX_VALUES = 6
@@ -95,7 +95,7 @@ def _comparison_key(config: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _results(summary: Mapping[str, Any]) -> str:
-    values = [f"{harmless(name, 40)} {number(value)}" for name, value in logged_values(summary).items()]
+    values = [f"{sanitize(name, 40)} {number(value)}" for name, value in logged_values(summary).items()]
     parts = [", ".join(values[:MAX_VALUES])]
     for key, noun, verb in (
         ("rounds", "round", ""),
@@ -115,7 +115,7 @@ def _communication(summary: Mapping[str, Any], workers: int) -> str:
         if isinstance(hidden, int | float) and 0 <= hidden <= 1:
             parts[-1] += f", {percent(hidden)} of the communication hidden behind computation"
     if summary.get("slowest"):
-        parts.append(f"slowest: {harmless(summary['slowest'], 80)}")
+        parts.append(f"slowest: {sanitize(summary['slowest'], 80)}")
     return "; ".join(parts)
 
 

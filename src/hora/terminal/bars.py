@@ -15,7 +15,7 @@ from rich.text import Text
 
 from hora.monitor.status import RunStatus, ServerStatus, WorkerStatus
 
-from .format import count, harmless, milliseconds, percent, rate, size
+from .format import count, milliseconds, percent, rate, sanitize, size
 
 MAX_WORKERS = 8
 FEW_WORKERS = 6  # shown if there are more than MAX_WORKERS
@@ -112,7 +112,7 @@ def _worker_lines(workers: Sequence[WorkerStatus], start: int, width: int) -> li
 
 
 def _end_state(state: str) -> Text:
-    return Text(f"{'✗ ' if state == 'died' else ''}{harmless(state, 12)}", _end_style(state))
+    return Text(f"{'✗ ' if state == 'died' else ''}{sanitize(state, 12)}", _end_style(state))
 
 
 def _end_style(state: str) -> str:

@@ -18,7 +18,7 @@ _MAX_MARKS = 2
 _BEGINNINGS = {"checkpoint": "checkpoint", "restore": "restored", "skipped": "skipped:", "stop": "stopping:"}
 
 
-def harmless(text: object, limit: int = 200) -> str:
+def sanitize(text: object, limit: int = 200) -> str:
     """Untrusted text as one line without escape sequences, control and bidirectional characters, or stacked accents. A
     line longer than `limit` is cut and ends with …."""
     raw = str(text)[: 8 * limit]
@@ -107,7 +107,7 @@ def event_text(event: RunEvent) -> str:
         text = f"{event.who} {kind}" + (f": {text}" if text else "")
     elif kind in _BEGINNINGS and not text.startswith(_BEGINNINGS[kind]):
         text = f"{_BEGINNINGS[kind]} {text}"
-    return harmless((text or f"{event.who} {kind}").strip(), 300)
+    return sanitize((text or f"{event.who} {kind}").strip(), 300)
 
 
 def num_cells(text: str) -> int:

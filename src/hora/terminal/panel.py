@@ -26,7 +26,7 @@ from rich.text import Text
 from hora.monitor.status import RunEvent, RunStatus
 
 from .bars import BLOCKS, QUIET, bars, num_rows
-from .format import clock, count, event_text, harmless, number, percent, rate
+from .format import clock, count, event_text, number, percent, rate, sanitize
 
 MAX_WIDTH = 100
 MAX_EVENTS = 2
@@ -81,8 +81,8 @@ def render(
 
 
 def _head(status: RunStatus, width: int) -> Text:
-    left = Text.assemble(" ", (harmless(status.run, 40) or "run", "bold"))
-    strategy, algorithm = harmless(status.strategy, 40), harmless(status.algorithm, 20)
+    left = Text.assemble(" ", (sanitize(status.run, 40) or "run", "bold"))
+    strategy, algorithm = sanitize(status.strategy, 40), sanitize(status.algorithm, 20)
     how = [f"{strategy} ({algorithm})" if strategy and algorithm not in ("", strategy) else strategy or algorithm]
     numbers = {"worker": status.size, "server": len(status.servers)}
     processes = [count(number, noun) for noun, number in numbers.items() if number]
@@ -92,7 +92,7 @@ def _head(status: RunStatus, width: int) -> Text:
         state = [f"{status.state}: {status.waiting}"] * bool(status.waiting and status.state == "starting") + [
             status.state
         ]
-        return _ends(left, [Text(harmless(each, 60), QUIET) for each in state], width)
+        return _ends(left, [Text(sanitize(each, 60), QUIET) for each in state], width)
     return _ends(left, [Text(text, "green") for text in (f"running for {took}", f"running {took}", took)], width)
 
 
@@ -146,7 +146,7 @@ def _values(status: RunStatus, width: int) -> Text:
 
 
 def _value(name: str, value: float) -> Text:
-    return Text.assemble(" ", harmless(name, 20), " ", (number(value), "bold" if math.isfinite(value) else "bold red"))
+    return Text.assemble(" ", sanitize(name, 20), " ", (number(value), "bold" if math.isfinite(value) else "bold red"))
 
 
 def _rounds(status: RunStatus) -> Text | None:
@@ -184,7 +184,7 @@ def _events(events: Sequence[RunEvent], status: RunStatus) -> list[Text]:
 def _foot(status: RunStatus, address: str | None, width: int) -> tuple[list[Text], list[Text]]:
     """Addresses of the dashboard and of the predictor, and the legend of the bars; in one line if it is wide enough."""
     legend = Text("  ").join(Text.assemble((sign, style), " ", (word, QUIET)) for sign, word, style in BLOCKS)
-    links = [harmless(link, 120) for link in (address, status.serving) if link]
+    links = [sanitize(link, 120) for link in (address, status.serving) if link]
     addresses = Text(f" {'   '.join(links)}", "blue")
     if not any(worker.state == "alive" for worker in status.workers):
         return [addresses] * bool(links), []

@@ -108,7 +108,7 @@ class RankStream:
         due = self.due
         if due is None or now < due:
             return
-        self.settle()
+        self.flush_traceback()
         if self._fresh_at is None:
             return
         text = "".join(self._pieces)
@@ -117,7 +117,7 @@ class RankStream:
         if "\r" in text:
             self._drawn_at = now
 
-    def settle(self) -> None:
+    def flush_traceback(self) -> None:
         """Shows a held traceback at once."""
         for line in self.fold.release() if self.fold is not None else ():
             self._show(line, newline=True)
@@ -129,7 +129,7 @@ class RankStream:
             self._line("".join(self._pieces))
             self._pieces = []
             self._fresh_at = None
-        self.settle()
+        self.flush_traceback()
         if self._log is not None:
             self._log.close()
 
@@ -200,16 +200,16 @@ class Screen:
         return any(sink.pending > FULL_BYTES for sink in self.sinks)
 
     def streams(
-        self, role: str, rank: int, *, log_dir: str | None, verdict: Callable[[str], TracebackAction]
+        self, role: str, rank: int, *, log_dir: str | None, decide: Callable[[str], TracebackAction]
     ) -> tuple[RankStream, RankStream]:
         """stdout and stderr of one process. Raises OSError if its log files cannot be created."""
-        logs = [StreamLog(log_path(log_dir, role, rank, end), self.say) if log_dir else None for end in ("out", "err")]
+        logs = [StreamLog(log_path(log_dir, role, rank, end), self.log) if log_dir else None for end in ("out", "err")]
         out = RankStream(self._out, self._prefix(role, rank, self._out), log=logs[0])
-        err = RankStream(self._err, self._prefix(role, rank, self._err), log=logs[1], fold=TracebackFold(verdict))
+        err = RankStream(self._err, self._prefix(role, rank, self._err), log=logs[1], fold=TracebackFold(decide))
         self._streams += [out, err]
         return out, err
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Prints a line of the launcher itself."""
         self._err.end_line()
         if os.isatty(self._err.fd):
@@ -295,7 +295,7 @@ class Screen:
         return above is None or (width > 0 and num_cells(above.unfinished) % width != 0)
 
     def _prefix(self, role: str, rank: int, sink: Sink) -> str:
-        text = f"[{rank:>{self._width}}]" if role == "worker" else f"[{seat_name(role, rank)}]"
+        text = f"[{rank:>{self._width}}]" if role == "worker" else f"[{process_name(role, rank)}]"
         return f"\x1b[{_COLORS[rank % len(_COLORS)]}m{text}\x1b[0m " if sink.color else f"{text} "
 
 
@@ -326,10 +326,10 @@ def _collapse(line: str) -> str:
 
 def log_path(log_dir: str, role: str, rank: int, end: str) -> str:
     """Log file of one stream of one process: rank-0.out, server-0.err, predictor.err."""
-    return os.path.join(log_dir, f"{seat_name(role, rank).replace(' ', '-')}.{end}")
+    return os.path.join(log_dir, f"{process_name(role, rank).replace(' ', '-')}.{end}")
 
 
-def seat_name(role: str, rank: int) -> str:
+def process_name(role: str, rank: int) -> str:
     """`rank 2`, `server 0` or `predictor`."""
     return role if role == "predictor" else f"{'rank' if role == 'worker' else role} {rank}"
 

@@ -22,16 +22,16 @@ class TracebackAction(enum.Enum):
 
 
 class TracebackFold:
-    """Holds a traceback until it is complete, then shows, shortens or drops it as `verdict` decides.
+    """Holds a traceback until it is complete, then shows, shortens or drops it as `decide` says.
 
-    `verdict` gets the line that names the exception, as late as possible: when another traceback begins or `release` is
+    `decide` gets the line that names the exception, as late as possible: when another traceback begins or `release` is
     called. Lines before a traceback pass at once. Lines after it are held with it, since they may be the rest of its
     message, and are never dropped. Order is kept.
     """
 
-    def __init__(self, verdict: Callable[[str], TracebackAction]) -> None:
+    def __init__(self, decide: Callable[[str], TracebackAction]) -> None:
         self.held: list[str] = []
-        self._verdict = verdict
+        self._decide = decide
         self._state = ""  # intro, frames, after (its exception) or fatal; empty: nothing is held
         self._exception_at: int | None = None
 
@@ -63,7 +63,7 @@ class TracebackFold:
         """Decides about the held traceback, complete or not, and returns the lines to show."""
         at = self._exception_at
         held = self.take()
-        action = TracebackAction.SHOW if at is None else self._verdict(held[at])
+        action = TracebackAction.SHOW if at is None else self._decide(held[at])
         if at is None or action is TracebackAction.SHOW:
             return held
         return held[at if action is TracebackAction.LAST_LINE else at + 1 :]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from ..monitor.values import Scalar
-from ..terminal.format import harmless
+from ..terminal.format import sanitize
 from . import Training
 
 EVERY_S = 1.0
@@ -40,7 +40,7 @@ class Progress:
         parts = [f"step {training.step}"]
         if training.progress.epoch is not None:
             parts.append(f"epoch {training.progress.epoch}")
-        parts += [f"{harmless(name)} {float(value):.4g}" for name, value in self._values.items()]
+        parts += [f"{sanitize(name)} {float(value):.4g}" for name, value in self._values.items()]
         if training.sync is not None:
             figures = training.sync.describe().figures
             parts += [f"{name} {value:.3g}" for name, value in figures.items()]

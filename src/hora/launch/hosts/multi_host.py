@@ -21,7 +21,7 @@ from hora.net import interface
 
 from ...rendezvous.environment import NAMES
 from ...runs.run_directory import versions
-from ...terminal.format import harmless
+from ...terminal.format import sanitize
 from ..config import LOOPBACK, RunConfig
 from ..context import LaunchContext, OpenedBackend
 from ..forkserver.client import preloaded
@@ -73,7 +73,7 @@ def connect(context: LaunchContext) -> OpenedBackend:
         opened = open_by_ray(context)
     else:
         opened = open_by_ssh(config)
-    hosts = HostSet(opened.hosts, context.signals, context.screen.say)
+    hosts = HostSet(opened.hosts, context.signals, context.screen.log)
     context.cleanup.callback(hosts.close)
     notes = _greet(hosts, opened, context)
     coordinator = _open_coordinator(context, hosts)
@@ -162,7 +162,7 @@ def check_versions(names: Sequence[str], facts: Sequence[HostFacts]) -> None:
     """ValueError names a host where something is missing, or where a version differs from this machine's."""
     for name, each in zip(names, facts, strict=True):
         if each.problem:
-            raise ValueError(f"host {name}: {harmless(each.problem, 500)}")
+            raise ValueError(f"host {name}: {sanitize(each.problem, 500)}")
     ours = {
         "Python": ".".join(map(str, sys.version_info[:2])),
         "torch": versions()["torch"] or "",

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ...terminal.format import harmless
+from ...terminal.format import sanitize
 from ..channel import MessageChannel
 from ..messages import (
     AgentBye,
@@ -134,7 +134,7 @@ class RemoteHost:
         if not data:
             os.close(self._err_fd)
             self._err_fd = -1
-        lines = [harmless(line.strip()) for line in data.decode(errors="replace").splitlines() if line.strip()]
+        lines = [sanitize(line.strip()) for line in data.decode(errors="replace").splitlines() if line.strip()]
         self.error_lines = (self.error_lines + lines)[-ERROR_LINES:]
         return lines
 
