@@ -38,7 +38,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         record.begin({"command": ["t.py"], "size": 2, "strategy": strategy, "cwd": "/", "host": "a", "pid": 1})
         end: dict[str, Any] = {"code": 0, "seconds": 4.0}
         if names:
-            board = RunState(run=name, size=2, strategy=strategy)
+            run_state = RunState(run=name, size=2, strategy=strategy)
             chance = random.Random(name)
             for first in range(1, steps + 1, 20):
                 last, at = first + 19, (first + 19) * 0.1
@@ -50,11 +50,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
                     sent_at=at, step=last, steps=20, seconds=2.0, exposed_s=0.0, comm_s=0.0, sent_bytes=0, samples=1280,
                     computes=[0.1], rows=rows,
                 )  # fmt: skip
-                board.on_report(Member("worker", 0, "a", 7), work, at)
+                run_state.on_report(Member("worker", 0, "a", 7), work, at)
             memory = RunDatabase(os.path.join(record.path, run_directory.DATABASE), warn=pytest.fail)
-            memory.write(board)
+            memory.write(run_state)
             memory.close()
-            end["summary"] = board.summary()
+            end["summary"] = run_state.summary()
         record.end(end)
         record.close()
         return record.path

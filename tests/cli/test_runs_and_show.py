@@ -35,7 +35,7 @@ SUMMARY = {
 
 def remember(path: Path, *, name: str = "loss", steps: int = 20, finite: bool = True) -> None:
     """A memory as a run of so many steps leaves it."""
-    board = RunState(run="x", size=1, strategy="ring")
+    run_state = RunState(run="x", size=1, strategy="ring")
     rows = [
         MetricsRow(step, step * 0.1, 1, {name: 1.0 / step if finite or step % 2 else math.nan})
         for step in range(1, steps + 1)
@@ -45,10 +45,10 @@ def remember(path: Path, *, name: str = "loss", steps: int = 20, finite: bool = 
         sent_at=steps * 0.1, step=steps, steps=steps, seconds=steps * 0.1, exposed_s=0.0, comm_s=0.0, sent_bytes=0,
         samples=64 * steps, computes=[0.1], rows=rows, notices=notices,
     )  # fmt: skip
-    board.on_report(Member("worker", 0, "a", 7), work, steps * 0.1)
-    board.tick(steps * 0.1)
+    run_state.on_report(Member("worker", 0, "a", 7), work, steps * 0.1)
+    run_state.tick(steps * 0.1)
     memory = RunDatabase(str(path / run_directory.DATABASE), warn=pytest.fail)
-    memory.write(board)
+    memory.write(run_state)
     memory.close()
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fake_runs import FakeRun, older
 from pages import Page, shown, until
-from stories import Story, older
 
 from hora.dashboard import feed as feed_module
 from hora.runs.run_directory import DATABASE
@@ -78,9 +78,9 @@ def browser(chromium: Any, page: Page) -> Iterator[Browser]:
 
 
 @contextlib.contextmanager
-def told(home: pathlib.Path, name: str, past: int = 10, **options: Any) -> Iterator[Story]:
+def told(home: pathlib.Path, name: str, past: int = 10, **options: Any) -> Iterator[FakeRun]:
     """A run that a thread keeps going."""
-    story = Story(home, name, **options)
+    story = FakeRun(home, name, **options)
     for _ in range(past):
         story.go(20, write=False)
     story.write()
@@ -181,7 +181,7 @@ def test_the_page_stops_when_the_run_ends(browser: Browser, home: pathlib.Path) 
     tab.wait_for_selector("#state.ended")
     assert tab.locator(".edge.lit").count() == 0 and tab.locator("#main-chart canvas").get_attribute("data-points")
     step = text(tab, "#tiles dd >> nth=0")
-    tab.reload()  # the same page, from the memory alone
+    tab.reload()  # the same page, from the database alone
     tab.wait_for_selector("#state.ended")
     assert text(tab, "#tiles dd >> nth=0") == step and "the run has ended" in text(tab, "#events")
 
@@ -288,7 +288,7 @@ def test_names_out_of_user_code_are_text(browser: Browser, home: pathlib.Path) -
 
 
 def test_events_say_whom_they_befell(browser: Browser, home: pathlib.Path) -> None:
-    story = Story(home, "one", size=2)
+    story = FakeRun(home, "one", size=2)
     story.event("died", "rank 1 (host a, pid 401)", "killed by SIGKILL")
     story.event("left", "rank 0 (host a, pid 400)", "")
     story.event("checkpoint", "rank 0", "step-20 was written")
@@ -320,14 +320,14 @@ def test_a_page_without_its_server_says_so_until_it_is_back(chromium: Any, home:
 
 
 def test_epochs_are_counted_from_one(browser: Browser, home: pathlib.Path) -> None:
-    story = Story(home, "one")
+    story = FakeRun(home, "one")
     story.go(20)  # in the epoch that its report calls 1: the second
     story.end()
     assert "epoch 2 of 5" in text(browser.open("/runs/one"), "#tiles")
 
 
 def test_an_axis_holds_what_it_shows(browser: Browser, home: pathlib.Path) -> None:
-    Story(home, "one").end()
+    FakeRun(home, "one").end()
     tab = browser.open("/runs/one")
     axes = "import('/static/axes.js').then((axes) => axes.range"
     assert tab.evaluate(f"{axes}(0, 0, false))") == tab.evaluate(f"{axes}(0, 0, true))") == [0, 1]
@@ -353,7 +353,7 @@ def test_runs_are_chosen_and_compared(browser: Browser, home: pathlib.Path) -> N
     for seed, (name, strategy, fast) in enumerate(
         [("ring-4", "ring", 0.05), ("ps-sync", "ps:mode=sync", 0.07), ("local-8", "local:every=8", 0.035)]
     ):
-        story = Story(home, name, strategy=strategy, servers=2 if "ps" in strategy else 0, seed=seed)
+        story = FakeRun(home, name, strategy=strategy, servers=2 if "ps" in strategy else 0, seed=seed)
         for number in range(60):
             story.go(20, step_s=fast * (1 + 0.1 * (number % 2)), write=False)
         story.end()
@@ -412,9 +412,9 @@ def test_a_predictor_can_be_tried(browser: Browser, home: pathlib.Path, page: Pa
 
 
 def test_a_run_of_another_version_says_the_way_out(browser: Browser, home: pathlib.Path) -> None:
-    Story(home, "one").end()
-    with sqlite3.connect(home / "one" / DATABASE) as memory:
-        memory.execute("PRAGMA user_version = 7")
+    FakeRun(home, "one").end()
+    with sqlite3.connect(home / "one" / DATABASE) as database:
+        database.execute("PRAGMA user_version = 7")
     tab = browser.open("/")
     assert "written by another version of Hora" in text(tab, "#runs")
     tab.click("#runs a")

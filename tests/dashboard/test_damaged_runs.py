@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from fake_runs import FakeRun
 from pages import Page, shown
-from stories import Story
 
 from hora.dashboard import catalogue
 from hora.runs import json_file, run_directory
@@ -24,7 +24,7 @@ def home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pa
     """With a run that is as runs are; it has to be told of whatever lies beside it."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     home = tmp_path / "hora" / "runs"
-    story = Story(home, "good")
+    story = FakeRun(home, "good")
     story.go(4)
     story.end()
     yield home
@@ -67,12 +67,12 @@ def test_an_end_of_anything_is_told(page: Page, home: pathlib.Path, end: dict[st
     "now", ["[" * 200_000, '{"a":' * 200_000, '{"run": "\\udce9"}', "5" * 500, "null", '{"step": []}']
 )
 def test_a_now_of_anything_spoils_its_own_line(page: Page, home: pathlib.Path, now: str) -> None:
-    story = Story(home, "odd")
+    story = FakeRun(home, "odd")
     story.go(4)
     story.leave()
-    story.memory.close()
-    with sqlite3.connect(story.path / DATABASE) as memory:
-        memory.execute("UPDATE facts SET value = ? WHERE key = 'now'", (now,))
+    story.database.close()
+    with sqlite3.connect(story.path / DATABASE) as database:
+        database.execute("UPDATE facts SET value = ? WHERE key = 'now'", (now,))
     line, told = listed(page)["odd"], page.get("/api/runs/odd")
     assert line["state"] == told["state"] == "lost"
     if len(now) > 1000 or "step" in now:
@@ -84,11 +84,11 @@ def test_a_now_of_anything_spoils_its_own_line(page: Page, home: pathlib.Path, n
                                    "UPDATE events SET text = cast(x'ff' AS TEXT)",
                                    "UPDATE facts SET value = 'x' WHERE key = 'version'"])  # fmt: skip
 def test_a_memory_of_anything_says_what_is_wrong(page: Page, home: pathlib.Path, wrong: str) -> None:
-    story = Story(home, "odd")
+    story = FakeRun(home, "odd")
     story.go(20)
     story.end()
-    with sqlite3.connect(story.path / DATABASE) as memory:
-        memory.execute(wrong)
+    with sqlite3.connect(story.path / DATABASE) as database:
+        database.execute(wrong)
     listed(page)
     assert "cannot be read" in page.get("/api/runs/odd")["problem"]
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from fake_runs import FakeRun, older
 from pages import PATIENCE_S, Page, shown, until
-from stories import Story, older
 
 from hora.dashboard import app as app_module
 from hora.dashboard import feed as feed_module
@@ -36,8 +36,8 @@ def home(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.fixture
-def story(home: pathlib.Path) -> Iterator[Story]:
-    story = Story(home, "one", size=2)
+def story(home: pathlib.Path) -> Iterator[FakeRun]:
+    story = FakeRun(home, "one", size=2)
     for _ in range(10):
         story.go(4)
     yield story
@@ -53,7 +53,7 @@ def page(home: pathlib.Path) -> Iterator[Page]:
 # what it tells
 
 
-def test_a_live_run_is_told_whole(page: Page, story: Story) -> None:
+def test_a_live_run_is_told_whole(page: Page, story: FakeRun) -> None:
     told = page.get("/api/runs/one")
     assert (told["name"], told["live"], told["state"]) == ("one", True, "running")
     assert told["now"]["step"] == 40 and told["run"]["command"] == ["train.py", "--lr", "0.1"]
@@ -64,7 +64,7 @@ def test_a_live_run_is_told_whole(page: Page, story: Story) -> None:
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "ended"), (3, "failed"), (130, "stopped")])
-def test_an_ended_run_is_told_by_the_same_words(page: Page, story: Story, code: int, state: str) -> None:
+def test_an_ended_run_is_told_by_the_same_words(page: Page, story: FakeRun, code: int, state: str) -> None:
     live = page.get("/api/runs/one")
     story.end(code=code)
     time.sleep(0.6)  # what was told is kept for others as long
@@ -75,7 +75,7 @@ def test_an_ended_run_is_told_by_the_same_words(page: Page, story: Story, code: 
 
 
 def test_the_list_has_live_runs_first(page: Page, home: pathlib.Path) -> None:
-    stories = [Story(home, name) for name in ("a", "b", "c")]
+    stories = [FakeRun(home, name) for name in ("a", "b", "c")]
     for story in stories:
         story.go(4)
     stories[2].end()
@@ -96,32 +96,32 @@ def test_a_run_without_a_memory_says_what_is_known(page: Page, home: pathlib.Pat
     assert told["end"]["cause"] == "rank 1 failed" and "now" not in told
 
 
-def test_a_memory_of_another_version_is_named_with_the_way_out(page: Page, home: pathlib.Path, story: Story) -> None:
+def test_a_memory_of_another_version_is_named_with_the_way_out(page: Page, home: pathlib.Path, story: FakeRun) -> None:
     story.end()
-    with sqlite3.connect(home / "one" / DATABASE) as memory:
-        memory.execute("PRAGMA user_version = 7")
+    with sqlite3.connect(home / "one" / DATABASE) as database:
+        database.execute("PRAGMA user_version = 7")
     told = page.get("/api/runs/one")
     assert "another version of Hora (schema 7" in told["problem"] and "delete the directory" in told["problem"]
     assert "another version of Hora" in page.get("/api/runs")["runs"][0]["problem"]
 
 
 @pytest.mark.parametrize("junk", [b"", b"no database at all" * 100])
-def test_a_memory_that_is_none_is_named(page: Page, home: pathlib.Path, story: Story, junk: bytes) -> None:
+def test_a_memory_that_is_none_is_named(page: Page, home: pathlib.Path, story: FakeRun, junk: bytes) -> None:
     story.end()
     (home / "one" / DATABASE).write_bytes(junk)
     assert page.get("/api/runs/one")["problem"] and page.get("/api/runs")["runs"][0]["problem"]
 
 
 def test_a_run_elsewhere_is_shown_by_its_name(tmp_path: pathlib.Path, home: pathlib.Path) -> None:
-    story = Story(tmp_path / "elsewhere", "x")
+    story = FakeRun(tmp_path / "elsewhere", "x")
     story.go(4)
     os.unlink(story.path / "run.json")  # as where the run directory cannot be written
-    story.memory.put("config", {"command": ["t.py"]})
+    story.database.put("config", {"command": ["t.py"]})
     story.write()
     with shown(home, x=str(story.path)) as page:
         told = page.get("/api/runs/x")
         assert told["live"] and told["run"] == {"command": ["t.py"]} and page.get("/api/runs")["runs"][0]["name"] == "x"
-        story.memory.put("end", {"code": 0})
+        story.database.put("end", {"code": 0})
         story.event("end", "run", "over")
         story.write()
         until(lambda: not page.get("/api/runs/x")["live"])
@@ -131,7 +131,7 @@ def test_a_run_elsewhere_is_shown_by_its_name(tmp_path: pathlib.Path, home: path
 # the stream
 
 
-def test_a_stream_begins_with_all_and_goes_on_with_what_changes(page: Page, story: Story) -> None:
+def test_a_stream_begins_with_all_and_goes_on_with_what_changes(page: Page, story: FakeRun) -> None:
     with page.stream("one") as stream:
         assert stream.status == 200 and stream.headers["content-type"].startswith("text/event-stream")
         kind, told = stream.next() or ("", {})
@@ -143,7 +143,7 @@ def test_a_stream_begins_with_all_and_goes_on_with_what_changes(page: Page, stor
         assert not told["curves"]["value/loss"]["whole"] and "run" not in told
 
 
-def test_a_stream_says_that_the_run_has_ended(page: Page, story: Story) -> None:
+def test_a_stream_says_that_the_run_has_ended(page: Page, story: FakeRun) -> None:
     with page.stream("one") as stream:
         assert (stream.next() or ("",))[0] == "whole"
         story.end()
@@ -154,7 +154,7 @@ def test_a_stream_says_that_the_run_has_ended(page: Page, story: Story) -> None:
         assert kinds[-1] == "end" and "ended" in states
 
 
-def test_a_launcher_that_was_killed_ends_the_stream(page: Page, story: Story) -> None:
+def test_a_launcher_that_was_killed_ends_the_stream(page: Page, story: FakeRun) -> None:
     with page.stream("one") as stream:
         assert (stream.next() or ("",))[0] == "whole"
         story.leave()
@@ -163,12 +163,12 @@ def test_a_launcher_that_was_killed_ends_the_stream(page: Page, story: Story) ->
         assert last[0] == "end"
 
 
-def test_a_run_that_begins_anew_is_told_anew(page: Page, story: Story, home: pathlib.Path) -> None:
+def test_a_run_that_begins_anew_is_told_anew(page: Page, story: FakeRun, home: pathlib.Path) -> None:
     with page.stream("one") as stream:
         assert (stream.next() or ("",))[0] == "whole"
-        story.memory.close()
-        story.memory = type(story.memory)(str(home / "one" / DATABASE), story._warn)
-        story.board = type(story.board)(run="one", size=2, strategy="ring")
+        story.database.close()
+        story.database = type(story.database)(str(home / "one" / DATABASE), story._warn)
+        story.run_state = type(story.run_state)(run="one", size=2, strategy="ring")
         story.step = 0
         story.go(2)
         told = until(lambda: next((data for kind, data in [stream.next() or ("", {})] if kind == "whole"), None))
@@ -176,7 +176,7 @@ def test_a_run_that_begins_anew_is_told_anew(page: Page, story: Story, home: pat
 
 
 def test_all_watchers_share_one_poller_and_nobody_is_no_poll(
-    page: Page, story: Story, monkeypatch: pytest.MonkeyPatch
+    page: Page, story: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[float] = []
     change = RunView.change
@@ -197,7 +197,7 @@ def test_all_watchers_share_one_poller_and_nobody_is_no_poll(
     assert len(looks) == count
 
 
-def test_streams_beyond_the_limit_are_told_to_ask(page: Page, story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_beyond_the_limit_are_told_to_ask(page: Page, story: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "MAX_STREAMS", 3)
     with page.stream("one") as first, page.stream("one") as second:
         with page.stream("one") as third:
@@ -215,7 +215,7 @@ def test_streams_beyond_the_limit_are_told_to_ask(page: Page, story: Story, monk
         assert until(again)  # the third has gone
 
 
-def test_who_does_not_read_is_let_go(home: pathlib.Path, story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_read_is_let_go(home: pathlib.Path, story: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "TAKE_S", 0.3)
     with shown(home, send_bytes=4096) as page, socket.socket() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -235,7 +235,7 @@ def test_who_does_not_read_is_let_go(home: pathlib.Path, story: Story, monkeypat
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_other_hosts_and_origins_are_refused_everywhere(page: Page, story: Story, path: str) -> None:
+def test_other_hosts_and_origins_are_refused_everywhere(page: Page, story: FakeRun, path: str) -> None:
     for headers in ({"Host": "evil.example"}, {"Host": "127.0.0.1.evil.example:80"}, {"Origin": "http://evil.example"},
                     {"Origin": "null"}, {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors"}):  # fmt: skip
         status, said, answer = page.ask(path, **headers)
@@ -243,20 +243,20 @@ def test_other_hosts_and_origins_are_refused_everywhere(page: Page, story: Story
         assert "default-src 'none'" in answer["Content-Security-Policy"]
 
 
-def test_a_post_from_another_page_reaches_nobody(page: Page, story: Story) -> None:
+def test_a_post_from_another_page_reaches_nobody(page: Page, story: FakeRun) -> None:
     assert page.ask("/api/runs/one/predict", "POST", [[1]], Origin="http://evil.example")[0] == 403
     assert page.ask("/api/runs/one", "POST", [[1]])[0] == 405
     assert page.ask("/api/runs/one", "DELETE")[0] == 405
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "[::1]:8320", "trainer.example"])
-def test_our_own_names_may(page: Page, story: Story, host: str) -> None:
+def test_our_own_names_may(page: Page, story: FakeRun, host: str) -> None:
     assert page.ask("/api/runs", Host=host)[0] == 200
     assert page.ask("/runs/one", Host=host, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/runs/one", "/compare", "/static/run.js", "/api/runs/one", "/metrics"])
-def test_every_answer_has_a_strict_policy(page: Page, story: Story, path: str) -> None:
+def test_every_answer_has_a_strict_policy(page: Page, story: FakeRun, path: str) -> None:
     _, _, headers = page.ask(path)
     policy = headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
@@ -267,7 +267,7 @@ def test_every_answer_has_a_strict_policy(page: Page, story: Story, path: str) -
 
 @pytest.mark.parametrize("name", ["..", "%2e%2e", "..%2fother", "a%2f..%2fone", "%00", "one%00", "a" * 65, "-one",
                                   "one\\x", "%3Cimg%20src%3Dx%3E"])  # fmt: skip
-def test_names_that_are_none_lead_nowhere(page: Page, story: Story, name: str) -> None:
+def test_names_that_are_none_lead_nowhere(page: Page, story: FakeRun, name: str) -> None:
     (page.home.parent / "run.json").write_text(json.dumps({"name": ".."}))
     for path in (f"/api/runs/{name}", f"/api/runs/{name}/live", f"/runs/{name}"):
         assert page.ask(path)[0] == 404
@@ -279,7 +279,7 @@ def test_only_static_files_are_static(page: Page, file: str) -> None:
 
 
 def test_links_out_of_the_home_are_not_followed(page: Page, home: pathlib.Path) -> None:
-    secret = Story(home.parent / "secret", "s")
+    secret = FakeRun(home.parent / "secret", "s")
     secret.end()
     (home / "s").symlink_to(secret.path)
     assert page.ask("/api/runs/s")[0] == 404 and page.get("/api/runs")["runs"] == []
@@ -302,7 +302,7 @@ def test_a_run_json_of_anything_breaks_nothing(page: Page, home: pathlib.Path, t
     page.get("/metrics")
 
 
-def test_a_thousand_connections_hurt_nobody(page: Page, story: Story) -> None:
+def test_a_thousand_connections_hurt_nobody(page: Page, story: FakeRun) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4096:  # both ends of each are in this process
         if hard != resource.RLIM_INFINITY and hard < 4096:
@@ -324,11 +324,11 @@ def test_a_thousand_connections_hurt_nobody(page: Page, story: Story) -> None:
 
 
 def test_large_answers_that_nobody_takes_are_bounded(
-    home: pathlib.Path, story: Story, monkeypatch: pytest.MonkeyPatch
+    home: pathlib.Path, story: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app_module, "MAX_LARGE", 3)
     monkeypatch.setattr(http_module, "TAKE_S", 60.0)
-    wide = Story(home, "wide", size=16)
+    wide = FakeRun(home, "wide", size=16)
     for _ in range(150):
         wide.go(4)
     with shown(home, send_bytes=4096) as page, contextlib.ExitStack() as open_lines:

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from fake_runs import FakeRun, older
 from pages import PATIENCE_S, Page
-from stories import Story, older
 
 from hora.cli.dashboard import dashboard
 from hora.http.listening import listen, listen_near
@@ -50,7 +50,7 @@ def get(port: int, path: str, host: str = "localhost") -> tuple[int, Any]:
 
 def test_dashboard_prints_its_address_moves_from_a_taken_port_and_ends_well(tmp_path: pathlib.Path) -> None:
     older(tmp_path / "hora" / "runs", "old")
-    elsewhere = Story(tmp_path / "out", "mine")
+    elsewhere = FakeRun(tmp_path / "out", "mine")
     elsewhere.end()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -100,7 +100,7 @@ def test_a_port_that_is_taken_gives_way_to_the_next_free_one() -> None:
 @pytest.mark.parametrize("how", ["stdin", "signal"])
 def test_the_page_serves_on_an_inherited_socket(tmp_path: pathlib.Path, how: str) -> None:
     """The connection that came before the process did is answered too."""
-    story = Story(tmp_path / "away", "r")
+    story = FakeRun(tmp_path / "away", "r")
     story.go(4)
     with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname(), PATIENCE_S) as early:
         early.sendall(b"GET /api/runs/r HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
@@ -138,8 +138,8 @@ def test_what_is_no_socket_is_named(tmp_path: pathlib.Path) -> None:
 
 
 def test_who_watches_sees_the_end_though_the_page_ends_with_the_launcher(tmp_path: pathlib.Path) -> None:
-    """The launcher writes the memory's last word, lets the page go, and only then writes end.json."""
-    story = Story(tmp_path, "r")
+    """The launcher writes the database's last word, lets the page go, and only then writes end.json."""
+    story = FakeRun(tmp_path, "r")
     story.go(4)
     with listen("127.0.0.1", 0) as listener:
         fd = listener.fileno()
@@ -150,7 +150,7 @@ def test_who_watches_sees_the_end_though_the_page_ends_with_the_launcher(tmp_pat
         try:
             with Page(listener.getsockname()[1], tmp_path).stream("r") as stream:
                 assert (stream.next() or ("",))[0] == "whole"
-                story.memory.put("end", {"code": 3, "cause": "rank 1 failed"})
+                story.database.put("end", {"code": 3, "cause": "rank 1 failed"})
                 story.event("end", "run", "rank 1 failed")
                 story.write()
                 assert process.stdin is not None

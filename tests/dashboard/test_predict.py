@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from fake_runs import FakeRun
 from pages import shown
-from stories import Story
 
 from hora.dashboard import predict
 from hora.http.errors import HttpError
@@ -59,7 +59,7 @@ def address() -> Iterator[str]:
 
 
 def test_the_predictor_is_asked_where_the_run_says(tmp_path: pathlib.Path, address: str) -> None:
-    story = Story(tmp_path, "one", serving=address)
+    story = FakeRun(tmp_path, "one", serving=address)
     with shown(tmp_path) as page:
         told = page.get("/api/runs/one/predictor")
         assert (told["serving"], told["ready"], told["step"], told["problem"]) == (address, True, 7, "")
@@ -73,13 +73,13 @@ def test_the_predictor_is_asked_where_the_run_says(tmp_path: pathlib.Path, addre
         story.end()
         status, said, _ = page.ask("/api/runs/one/predict", "POST", [[1, 2]])
         assert (status, said["error"]) == (409, "the run has ended, and its predictor with it")
-        Story(tmp_path, "two").end()
+        FakeRun(tmp_path, "two").end()
         status, said, _ = page.ask("/api/runs/two/predict", "POST", [[1, 2]])
         assert status == 409 and "--serve" in said["error"]
 
 
 def test_a_predictor_that_is_gone_is_named(tmp_path: pathlib.Path) -> None:
-    story = Story(tmp_path, "one", serving="http://127.0.0.1:1")
+    story = FakeRun(tmp_path, "one", serving="http://127.0.0.1:1")
     with shown(tmp_path) as page:
         status, said, _ = page.ask("/api/runs/one/predict", "POST", [[1, 2]])
         assert status == 502 and "cannot be reached" in said["error"]

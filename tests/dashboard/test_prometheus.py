@@ -6,8 +6,8 @@ import math
 import pathlib
 
 import pytest
+from fake_runs import FakeRun
 from pages import shown
-from stories import Story
 
 from hora.dashboard import prometheus
 from hora.dashboard.catalogue import RunCatalogue
@@ -25,7 +25,7 @@ def parsed(text: bytes) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 
 
 def test_a_live_run_tells_its_numbers(tmp_path: pathlib.Path) -> None:
-    story = Story(tmp_path, "one", strategy="ps:mode=async", size=3, servers=2, slow=1)
+    story = FakeRun(tmp_path, "one", strategy="ps:mode=async", size=3, servers=2, slow=1)
     for _ in range(50):
         story.go(4)
     with shown(tmp_path) as page:
@@ -49,7 +49,7 @@ def test_a_live_run_tells_its_numbers(tmp_path: pathlib.Path) -> None:
 
 
 def test_ended_runs_are_left_out(tmp_path: pathlib.Path) -> None:
-    Story(tmp_path, "one").end()
+    FakeRun(tmp_path, "one").end()
     assert parsed(prometheus.text(RunCatalogue(str(tmp_path)))) == {}
 
 
@@ -57,12 +57,12 @@ def test_ended_runs_are_left_out(tmp_path: pathlib.Path) -> None:
     "name", ['a"b', "a\\b", "a\nb", '"} 1\nhora_up{run="x', "π <img src=x onerror=alert(1)>", "\\"]
 )
 def test_names_are_escaped(tmp_path: pathlib.Path, name: str) -> None:
-    story = Story(tmp_path, "one", size=1)
-    story.board.on_event(name, "somebody", "something", 0.0)
+    story = FakeRun(tmp_path, "one", size=1)
+    story.run_state.on_event(name, "somebody", "something", 0.0)
     story.go(4, values={name: 2.5})
     found = parsed(prometheus.text(RunCatalogue(str(tmp_path))))
     story.end()
-    kept = story.board.status(0.0).values
+    kept = story.run_state.status(0.0).values
     assert [dict(labels)["name"] for labels in found["hora_value"]] == [*kept] and len(kept) == 1
     assert found["hora_up"].keys() == {(("run", "one"),)}
 

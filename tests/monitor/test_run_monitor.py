@@ -68,15 +68,15 @@ def test_what_is_heard_is_shown_and_kept(watch: Callable[..., RunMonitor], tmp_p
     shown = watcher.status()
     assert (shown.run, shown.size, shown.strategy, shown.algorithm) == ("r", 2, "ring", "shared")
     assert (shown.samples, shown.values, len(shown.workers)) == (160, {"loss": 10.0}, 3)
-    reading = RunReader(str(tmp_path / "memory.sqlite"))
-    until(lambda: reading.status().step == 10)
-    assert reading.get("config") == {"command": ["train.py"]}
+    reader = RunReader(str(tmp_path / "memory.sqlite"))
+    until(lambda: reader.status().step == 10)
+    assert reader.get("config") == {"command": ["train.py"]}
     summary = watcher.close({"code": 0, "cause": "all 2 ranks ended well"})
     assert summary["samples"] == 160 and summary["workers"] == 3
-    assert reading.status().state == "ended"
-    assert reading.get("summary") == summary
-    assert reading.get("end") == {"code": 0, "cause": "all 2 ranks ended well"}
-    assert [event.kind for event in reading.events()] == ["joined", "end"]
+    assert reader.status().state == "ended"
+    assert reader.get("summary") == summary
+    assert reader.get("end") == {"code": 0, "cause": "all 2 ranks ended well"}
+    assert [event.kind for event in reader.events()] == ["joined", "end"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len([line for line in lines if "loss" in line]) == 20
     assert [line["event"] for line in lines if "event" in line] == ["joined", "end"]
@@ -195,16 +195,16 @@ def test_two_runs_after_each_other_in_one_directory(watch: Callable[..., RunMoni
     second = watch()
     second.on_report(worker(0), encode(work(1, rows=[row(1, accuracy=1.0)])))
     second.close({})
-    reading = RunReader(str(tmp_path / "memory.sqlite"))
-    assert reading.status().samples == 8 and "value/loss" not in reading.curves()[1] and reading.get("end") == {}
+    reader = RunReader(str(tmp_path / "memory.sqlite"))
+    assert reader.status().samples == 8 and "value/loss" not in reader.curves()[1] and reader.get("end") == {}
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
 def test_without_a_directory_the_memory_is_a_temporary_one(watch: Callable[..., RunMonitor], said: Said) -> None:
     watcher = watch(None)
     watcher.on_report(worker(0), encode(work(1)))
-    reading = RunReader(os.path.join(watcher.directory, "memory.sqlite"))
-    until(lambda: reading.status().step == 1)
+    reader = RunReader(os.path.join(watcher.directory, "memory.sqlite"))
+    until(lambda: reader.status().step == 1)
     assert os.listdir(watcher.directory)[0].startswith("memory.sqlite")
     assert watcher.close({})["samples"] == 8
     assert not os.path.exists(watcher.directory) and said.warnings == []
@@ -319,12 +319,12 @@ def test_tensorboard_files_are_written_where_they_are_wanted(
     watch: Callable[..., RunMonitor], tmp_path: pathlib.Path, said: Said
 ) -> None:
     pytest.importorskip("tensorboard.compat.proto.event_pb2")
-    watcher = watch(tensorboard_dir=str(tmp_path / "board"))
+    watcher = watch(tensorboard_dir=str(tmp_path / "run_state"))
     shown = [HistogramReport("w", 1, 1000.0, 0.0, 1.0, [1])]
     watcher.on_report(worker(0), encode(work(1, rows=[row(1, loss=1.0)], histograms=shown)))
     watcher.close({})
-    [name] = os.listdir(tmp_path / "board")
-    assert os.path.getsize(tmp_path / "board" / name) > 100 and said.warnings == []
+    [name] = os.listdir(tmp_path / "run_state")
+    assert os.path.getsize(tmp_path / "run_state" / name) > 100 and said.warnings == []
     assert list(RunReader(str(tmp_path / "memory.sqlite")).histograms()) == ["w"]
 
 
@@ -333,7 +333,7 @@ def test_tensorboard_without_its_package_is_refused_before_the_run(
 ) -> None:
     monkeypatch.setattr("hora.monitor.tensorboard._installed", lambda: False)
     with pytest.raises(ValueError, match="pip install"):
-        watch(tensorboard_dir=str(tmp_path / "board"))
+        watch(tensorboard_dir=str(tmp_path / "run_state"))
     assert os.listdir(tmp_path) == []
 
 

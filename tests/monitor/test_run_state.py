@@ -13,20 +13,20 @@ from hora.monitor.run_state import MAX_BREAKDOWNS, RunState
 from hora.strategies import parse
 
 
-def board(strategy: str = "ring", size: int = 2) -> RunState:
+def run_state(strategy: str = "ring", size: int = 2) -> RunState:
     return RunState(run="r", size=size, strategy=strategy, synchronous=not strategy or parse(strategy).synchronous)
 
 
 def train(
-    board: RunState, ticks: int, workers: dict[int, dict[str, Any]], begin: int = 0, every_s: float = 0.25
+    run_state: RunState, ticks: int, workers: dict[int, dict[str, Any]], begin: int = 0, every_s: float = 0.25
 ) -> float:
     """Each worker reports one step per tick; returns the time."""
     now = begin * every_s
     for tick in range(begin, begin + ticks):
         now = (tick + 1) * every_s
         for rank, fields in workers.items():
-            board.on_report(worker(rank), work(tick + 1, **fields), now)
-        board.tick(now)
+            run_state.on_report(worker(rank), work(tick + 1, **fields), now)
+        run_state.tick(now)
     return now
 
 
@@ -34,7 +34,7 @@ def train(
 
 
 def test_samples_are_the_sum_of_all_workers_own() -> None:
-    run = board()
+    run = run_state()
     now = train(run, 20, {0: {"samples": 8}, 1: {"samples": 4}})
     shown = run.status(now)
     assert (shown.samples, shown.step, shown.state) == (240, 20, "running")
@@ -46,13 +46,13 @@ def test_samples_are_the_sum_of_all_workers_own() -> None:
 
 
 def test_peers_are_told_in_bytes_per_second() -> None:
-    run = board()
+    run = run_state()
     now = train(run, 20, {0: {"peers": {1: 500}}, 1: {"peers": {0: 250}}})
     assert [each.peers for each in run.status(now).workers] == [{1: pytest.approx(2000)}, {0: pytest.approx(1000)}]
 
 
 def test_waiting_is_what_a_worker_has_beyond_the_least_exposed() -> None:
-    run = board()
+    run = run_state()
     fast = {"seconds": 0.4, "exposed_s": 0.31, "computes": [0.09]}
     slow = {"seconds": 0.4, "exposed_s": 0.01, "computes": [0.39]}
     now = train(run, 8, {0: fast, 1: slow})
@@ -65,7 +65,7 @@ def test_waiting_is_what_a_worker_has_beyond_the_least_exposed() -> None:
 
 @pytest.mark.parametrize("strategy", ["ps:mode=async", "ps:mode=ssp,staleness=3", "local:every=4,via=ps,barrier=false"])
 def test_where_nobody_waits_all_of_it_is_communication(strategy: str) -> None:
-    run = board(strategy)
+    run = run_state(strategy)
     now = train(run, 8, {0: {"seconds": 0.4, "exposed_s": 0.3}, 1: {"seconds": 0.4, "exposed_s": 0.01}})
     quick, late = run.status(now).workers
     assert (quick.wait_s, late.wait_s) == (0, 0)
@@ -73,7 +73,7 @@ def test_where_nobody_waits_all_of_it_is_communication(strategy: str) -> None:
 
 
 def test_in_rounds_the_wait_at_their_end_is_spread_over_their_steps() -> None:
-    run = board("local:every=4")
+    run = run_state("local:every=4")
     for tick in range(1, 41):
         at_end = tick % 4 == 0
         for rank in (0, 1):
@@ -88,7 +88,7 @@ def test_in_rounds_the_wait_at_their_end_is_spread_over_their_steps() -> None:
 
 
 def test_steps_of_a_minute_have_a_rate_and_silence_lowers_it() -> None:
-    run = board()
+    run = run_state()
     for step in range(1, 4):
         run.on_report(worker(0), work(step, seconds=60.0, samples=600), step * 60.0)
     assert run.status(180.0).samples_per_s == pytest.approx(10)
@@ -97,7 +97,7 @@ def test_steps_of_a_minute_have_a_rate_and_silence_lowers_it() -> None:
 
 
 def test_eta_follows_the_recent_rate_of_progress() -> None:
-    run = board()
+    run = run_state()
     for tick in range(1, 401):
         slow = tick > 200
         progress = 0.4 + (tick - 200) * 0.0005 if slow else tick * 0.002
@@ -112,20 +112,20 @@ def test_eta_follows_the_recent_rate_of_progress() -> None:
 
 
 def test_there_is_no_eta_without_progress() -> None:
-    run = board()
+    run = run_state()
     assert run.status(train(run, 20, {0: {}})).eta_s is None
 
 
 def test_the_slowest_over_the_whole_run_is_named_if_notably_so() -> None:
-    run = board()
+    run = run_state()
     now = train(run, 20, {0: {}, 1: {"seconds": 0.105}, 2: {}})
     assert run.status(now).slowest == "rank 1 (host a, pid 101)"
-    even = board()
+    even = run_state()
     assert even.status(train(even, 20, {0: {}, 1: {"seconds": 0.1005}, 2: {}})).slowest == ""
 
 
 def test_the_speed_is_a_curve_over_the_steps_of_the_run() -> None:
-    run = board()
+    run = run_state()
     train(run, 40, {0: {}, 1: {}})
     points = run.curves["speed"].points
     assert points[-1].start == 40 and points[-1].mean == pytest.approx(64)
@@ -133,7 +133,7 @@ def test_the_speed_is_a_curve_over_the_steps_of_the_run() -> None:
 
 
 def test_the_summary_has_the_whole_run() -> None:
-    run = board()
+    run = run_state()
     now = train(run, 20, {0: {"rows": [row(1, loss=2.0)]}, 1: {"seconds": 0.2}})
     run.on_event("end", "", "done", now)
     summary = run.summary()
@@ -149,7 +149,7 @@ def test_the_summary_has_the_whole_run() -> None:
 
 
 def test_rows_are_placed_on_the_runs_clock_and_among_its_samples() -> None:
-    run = board()
+    run = run_state()
     run.on_report(worker(0), work(10, steps=10, samples=100), 5.0)
     run.on_report(worker(0), work(20, steps=10, samples=100, rows=[row(15, 0.5, loss=2.0), row(20, loss=1.0)]), 6.0)
     first, last = run.curves["value/loss"].points
@@ -160,7 +160,7 @@ def test_rows_are_placed_on_the_runs_clock_and_among_its_samples() -> None:
 
 
 def test_the_samples_of_a_row_are_those_of_its_step() -> None:
-    run = board()
+    run = run_state()
     for rank in (0, 1):  # the first reports come from workers that began together, 2 times 8 samples a step
         rows = [row(step, (10 - step) * 0.001, loss=1.0) for step in range(1, 11)]
         run.on_report(worker(rank), work(10, steps=10, seconds=3.0, samples=80, rows=rows), 3.0 + rank * 0.01)
@@ -174,7 +174,7 @@ def test_the_samples_of_a_row_are_those_of_its_step() -> None:
 
 
 def test_where_workers_go_their_own_pace_rows_share_what_came_since_the_last_report() -> None:
-    run = board("ps:mode=async")
+    run = run_state("ps:mode=async")
     run.on_report(worker(0), work(10, steps=10, samples=80), 1.0)
     run.on_report(worker(1), work(2, steps=2, samples=16), 1.1)
     rows = [row(step, loss=1.0) for step in (11, 15, 20)]
@@ -185,7 +185,7 @@ def test_where_workers_go_their_own_pace_rows_share_what_came_since_the_last_rep
 
 
 def test_workers_values_of_one_step_are_one_point_and_the_newest_is_their_mean() -> None:
-    run = board()
+    run = run_state()
     for step in range(1, 4):
         run.on_report(worker(0), work(step, rows=[row(step, loss=1.0)]), float(step))
     for step in range(1, 4):
@@ -200,7 +200,7 @@ def test_workers_values_of_one_step_are_one_point_and_the_newest_is_their_mean()
 
 
 def test_a_value_that_is_nan_is_shown_as_such() -> None:
-    run = board()
+    run = run_state()
     run.on_report(worker(0), work(1, rows=[row(1, loss=math.nan, inf=math.inf)]), 1.0)
     shown = run.status(1.0)
     assert math.isnan(shown.values["loss"]) and shown.values["inf"] == math.inf
@@ -208,7 +208,7 @@ def test_a_value_that_is_nan_is_shown_as_such() -> None:
 
 
 def test_names_from_user_code_are_limited_in_length_and_number() -> None:
-    run = board()
+    run = run_state()
     long = "x" * 1000
     run.on_report(worker(0), work(1, rows=[row(1, **{long: 1.0, "": 2.0, "ok": 3.0})]), 1.0)
     for number in range(1000):
@@ -220,7 +220,7 @@ def test_names_from_user_code_are_limited_in_length_and_number() -> None:
 
 
 def test_histograms_are_the_lowest_live_ranks_and_the_newest() -> None:
-    run = board()
+    run = run_state()
     for step in range(1, 81):
         for rank in (1, 0):
             shown = HistogramReport("w", step, 1000.0, 0.0, 1.0 + rank, [rank, 2])
@@ -237,7 +237,7 @@ def test_histograms_are_the_lowest_live_ranks_and_the_newest() -> None:
 
 
 def test_one_who_died_is_shown_and_counts_in_no_rate() -> None:
-    run = board()
+    run = run_state()
     now = train(run, 20, {0: {}, 1: {"exposed_s": 0.0}})
     run.on_event("died", str(worker(1)), "killed by SIGKILL", now)
     shown = run.status(now)
@@ -250,7 +250,7 @@ def test_one_who_died_is_shown_and_counts_in_no_rate() -> None:
 
 
 def test_one_who_joins_later_has_a_rank_beyond_the_size() -> None:
-    run = board("ps:mode=async")
+    run = run_state("ps:mode=async")
     now = train(run, 4, {0: {}, 1: {}})
     run.on_event("joined", str(worker(7)), "", now)
     assert [each.rank for each in run.status(now).workers] == [0, 1, 7]
@@ -260,7 +260,7 @@ def test_one_who_joins_later_has_a_rank_beyond_the_size() -> None:
 
 
 def test_the_steps_of_one_who_joined_are_the_runs() -> None:
-    run = board("ps:mode=async")
+    run = run_state("ps:mode=async")
     now = train(run, 40, {0: {}, 1: {}})
     assert run.status(now).samples == 640
     run.on_report(
@@ -273,7 +273,7 @@ def test_the_steps_of_one_who_joined_are_the_runs() -> None:
 
 
 def test_another_process_of_the_same_rank_begins_anew() -> None:
-    run = board()
+    run = run_state()
     train(run, 4, {0: {}, 1: {}})
     run.on_event("died", str(worker(1)), "", 1.0)
     run.on_report(worker(1, pid=999), work(5), 2.0)
@@ -284,7 +284,7 @@ def test_another_process_of_the_same_rank_begins_anew() -> None:
 
 
 def test_a_crowd_that_comes_and_goes_is_forgotten_but_not_its_samples() -> None:
-    run = board("ps:mode=async")
+    run = run_state("ps:mode=async")
     for rank in range(3 * MAX_MEMBERS):
         run.on_report(worker(rank), work(rank), rank * 0.01)
         run.tick(rank * 0.01)
@@ -296,14 +296,14 @@ def test_a_crowd_that_comes_and_goes_is_forgotten_but_not_its_samples() -> None:
 
 
 def test_too_many_alive_are_not_taken() -> None:
-    run = board("ps:mode=async")
+    run = run_state("ps:mode=async")
     for rank in range(MAX_MEMBERS + 5):
         run.on_report(worker(rank), work(1), 1.0)
     assert len(run.status(1.0).workers) == MAX_MEMBERS and run.lost_reports == 5
 
 
 def test_whoever_is_still_there_at_the_end_has_stopped() -> None:
-    run = board("ps:mode=async", size=3)
+    run = run_state("ps:mode=async", size=3)
     workers: dict[int, dict[str, Any]] = {0: {"epoch": 3}, 1: {"epoch": 3, "computes": [0.5]}, 2: {"epoch": 3}}
     now = train(run, 10, workers, every_s=0.5)
     run.on_report(server(0), keeping(0), now)
@@ -321,7 +321,7 @@ def test_whoever_is_still_there_at_the_end_has_stopped() -> None:
 
 
 def test_the_epoch_is_never_that_of_one_who_died_while_others_went_on() -> None:
-    run = board("ps:mode=async", size=3)
+    run = run_state("ps:mode=async", size=3)
     run.on_report(worker(0), work(90, epoch=9, rows=[row(90, loss=9.0)]), 1.0)
     run.on_report(worker(1), work(40, epoch=4, rows=[row(40, loss=4.0)]), 1.0)
     run.on_event("died", str(worker(0)), "", 1.0)
@@ -336,7 +336,7 @@ def test_the_epoch_is_never_that_of_one_who_died_while_others_went_on() -> None:
 
 
 def test_servers_show_their_load_and_what_was_late() -> None:
-    run = board("ps:mode=async")
+    run = run_state("ps:mode=async")
     run.on_report(worker(0), work(5), 0.5)
     for tick in range(1, 13):
         for number in (0, 1):
@@ -355,7 +355,7 @@ def test_servers_show_their_load_and_what_was_late() -> None:
 
 
 def test_a_server_within_a_worker_goes_with_it() -> None:
-    run = board("ps")
+    run = run_state("ps")
     run.on_report(worker(1), keeping(0), 1.0)
     run.on_event("died", str(worker(1)), "", 1.0)
     assert run.status(1.0).servers[0].state == "died"
@@ -365,7 +365,7 @@ def test_a_server_within_a_worker_goes_with_it() -> None:
 
 
 def test_a_straggler_is_named_in_an_event_and_so_is_its_end() -> None:
-    run = board()
+    run = run_state()
     quick = {"seconds": 0.412, "exposed_s": 0.311, "computes": [0.101]}
     slow = {"seconds": 0.412, "exposed_s": 0.0, "computes": [0.412]}
     now = train(run, 10, {0: quick, 1: slow}, every_s=0.4)
@@ -379,7 +379,7 @@ def test_a_straggler_is_named_in_an_event_and_so_is_its_end() -> None:
 
 
 def test_a_straggler_that_died_is_slow_no_more() -> None:
-    run = board()
+    run = run_state()
     now = train(run, 10, {0: {}, 1: {"computes": [0.5]}}, every_s=0.5)
     assert run.status(now).workers[1].slow > 0
     run.on_event("died", str(worker(1)), "", now)
@@ -387,7 +387,7 @@ def test_a_straggler_that_died_is_slow_no_more() -> None:
 
 
 def test_what_all_workers_tell_of_one_step_is_one_event() -> None:
-    run = board()
+    run = run_state()
     for rank in range(4):
         notices = [Notice(10, 999.5, "checkpoint", "step-10"), Notice(11, 1000.0, "skipped", "inf in w")]
         run.on_report(worker(rank), work(11, notices=notices), 5.0)
@@ -400,14 +400,14 @@ def test_what_all_workers_tell_of_one_step_is_one_event() -> None:
 
 
 def test_each_asynchronous_worker_skips_for_itself() -> None:
-    run = board("ps:mode=async")
+    run = run_state("ps:mode=async")
     for rank in range(4):
         run.on_report(worker(rank), work(11, notices=[Notice(11, 1000.0, "skipped", "inf")]), 5.0)
     assert run.status(5.0).skipped == 4
 
 
 def test_events_are_numbered_bounded_and_cut() -> None:
-    run = board()
+    run = run_state()
     for number in range(2 * MAX_EVENTS):
         run.on_event("joined", "somebody", "x" * 10_000 + str(number), 1.0)
     run.on_event("told", "rank 0", "of no interest here", 1.0)
@@ -417,13 +417,13 @@ def test_events_are_numbered_bounded_and_cut() -> None:
 
 
 def test_text_that_utf8_cannot_say_can_be_kept() -> None:
-    run = board()
+    run = run_state()
     run.on_event("stop", "bad \udc80 name", "bad \udcff text", 1.0)
     assert run.event_log.events[-1].text.encode() and run.event_log.events[-1].who.encode()
 
 
 def test_what_is_settled_later_changes_what_waiting_is() -> None:
-    run = board("")
+    run = run_state("")
     run.update(strategy="ps:mode=async", synchronous=False, algorithm="ring", serving="http://127.0.0.1:8000")
     run.update(strategy="", algorithm="", serving="")
     shown = run.status(0.0)
@@ -440,7 +440,7 @@ def losses(run: RunState) -> list[tuple[int, float, int]]:
 
 
 def test_a_restored_run_goes_on_from_its_step() -> None:
-    run = board()
+    run = run_state()
     for step in range(1, 11):
         for rank in (0, 1):
             run.on_report(worker(rank), work(step, rows=[row(step, loss=9.0)], progress=step / 20), float(step))
@@ -459,7 +459,7 @@ def test_a_restored_run_goes_on_from_its_step() -> None:
 
 
 def test_a_run_restored_twice_goes_back_twice() -> None:
-    run = board()
+    run = run_state()
     for steps in ([1, 2, 3, 4], [2, 3, 4, 5], [2, 3]):
         for step in steps:
             run.on_report(worker(0), work(step, rows=[row(step, loss=float(len(steps)))]), 1.0)
@@ -467,14 +467,14 @@ def test_a_run_restored_twice_goes_back_twice() -> None:
 
 
 def test_a_restore_within_one_report_is_seen() -> None:
-    run = board()
+    run = run_state()
     run.on_report(worker(0), work(9, rows=[row(8, loss=9.0), row(9, loss=9.0)]), 1.0)
     run.on_report(worker(0), work(7, rows=[row(10, 0.2, loss=9.0), row(6, 0.1, loss=1.0), row(7, loss=1.0)]), 1.3)
     assert losses(run) == [(6, 1.0, 1), (7, 1.0, 1)]
 
 
 def test_a_run_that_begins_at_a_saved_step_has_nothing_to_forget() -> None:
-    run = board()
+    run = run_state()
     for rank in (0, 1):
         told = work(5001, rows=[row(5001, loss=1.0)], notices=[Notice(5000, 999.9, "restore", "step-5000")])
         run.on_report(worker(rank), told, 1.0)
@@ -494,7 +494,7 @@ ABSURD: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", ABSURD, ids=lambda fields: str(fields)[:30])
 def test_a_report_that_cannot_be_is_dropped_and_counted(fields: dict[str, Any]) -> None:
-    run = board()
+    run = run_state()
     run.on_report(worker(0), work(**{"step": 1, **fields}), 1.0)
     shown = run.status(1.0)
     assert run.lost_reports == shown.lost_reports == 1 and shown.workers == [] and shown.samples == 0 and not run.curves
@@ -511,14 +511,14 @@ def test_a_report_that_cannot_be_is_dropped_and_counted(fields: dict[str, Any]) 
     ids=str,
 )  # fmt: skip
 def test_a_part_that_cannot_be_is_dropped_without_the_rest(fields: dict[str, Any]) -> None:
-    run = board()
+    run = run_state()
     run.on_report(worker(0), work(1, **fields), 1.0)
     assert run.lost_reports == 1 and run.status(1.0).samples == 8
     assert not run.event_log.events and run.metrics.histograms() == (0, []) and "value/loss" not in run.curves
 
 
 def test_a_server_of_absurd_numbers_and_a_stranger_are_dropped() -> None:
-    run = board()
+    run = run_state()
     for fields in ({"busy_s": math.nan}, {"updates": -1}, {"lags": {-1: 1}}, {"lags": {0: -1}}, {"queue": 1 << 62}):
         run.on_report(server(0), keeping(0, **fields), 1.0)
     run.on_report(server(0), keeping(-1), 1.0)
@@ -527,14 +527,14 @@ def test_a_server_of_absurd_numbers_and_a_stranger_are_dropped() -> None:
 
 
 def test_lags_of_any_number_are_bounded() -> None:
-    run = board("ps:mode=async")
+    run = run_state("ps:mode=async")
     run.on_report(server(0), keeping(0, lags=dict.fromkeys(range(100_000), 1)), 1.0)
     lags = run.status(1.0).lags
     assert len(lags) == 256 and sum(lags.values()) == 100_000
 
 
 def test_progress_and_lag_that_cannot_be_are_left_out() -> None:
-    run = board()
+    run = run_state()
     run.on_report(worker(0), work(1, progress=math.nan, notes={"lag": math.inf}), 1.0)
     run.tick(1.0)
     assert run.status(1.0).progress is None and run.status(1.0).workers[0].lag is None and run.lost_reports == 0
@@ -544,7 +544,7 @@ def test_progress_and_lag_that_cannot_be_are_left_out() -> None:
 
 
 def test_two_hundred_thousand_records_stay_bounded() -> None:
-    run = board()
+    run = run_state()
     for tick in range(4000):
         step = 50 * tick
         rows = [row(step + k, 0.25 - k / 200, loss=float(k)) for k in range(50)]
@@ -559,7 +559,7 @@ def test_two_hundred_thousand_records_stay_bounded() -> None:
 
 
 def test_rows_that_nobody_takes_are_bounded() -> None:
-    run = board()
+    run = run_state()
     for tick in range(1000):
         run.on_report(worker(0), work(50 * tick + 49, rows=[row(50 * tick + k, loss=1.0) for k in range(50)]), 1.0)
     assert len(run.metrics.take_rows()) == 20_000

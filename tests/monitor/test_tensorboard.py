@@ -30,19 +30,19 @@ def read(path: str) -> list[Any]:
     return [Event.FromString(record) for record in RawEventFileLoader(path).Load()]
 
 
-def write(board: RunState, files: TensorBoard) -> None:
-    files.write(board.metrics.take_rows(), board, board.status(board.updated_at))
+def write(run_state: RunState, files: TensorBoard) -> None:
+    files.write(run_state.metrics.take_rows(), run_state, run_state.status(run_state.updated_at))
 
 
 @needs_package
 def test_scalars_histograms_and_speed_are_there_by_step(tmp_path: pathlib.Path) -> None:
-    board, files = RunState(strategy="ring"), TensorBoard(str(tmp_path / "a" / "b"), no_warning)
+    run_state, files = RunState(strategy="ring"), TensorBoard(str(tmp_path / "a" / "b"), no_warning)
     for step in (1, 2):
         for rank in (0, 1):
             shown = [HistogramReport("w", step, 1000.0, -1.0, 1.0, [1, 3])]
             rows = [row(step, loss=step / 2 + rank), row(step, **{f"only {rank}": 7.0})]
-            board.on_report(worker(rank), work(step, rows=rows, histograms=shown), step * 1.0)
-        write(board, files)
+            run_state.on_report(worker(rank), work(step, rows=rows, histograms=shown), step * 1.0)
+        write(run_state, files)
     files.close()
     files.close()
     [name] = os.listdir(tmp_path / "a" / "b")
@@ -64,9 +64,9 @@ def test_scalars_histograms_and_speed_are_there_by_step(tmp_path: pathlib.Path) 
 
 @needs_package
 def test_a_value_that_is_nan_is_written_as_such(tmp_path: pathlib.Path) -> None:
-    board, files = RunState(), TensorBoard(str(tmp_path), no_warning)
-    board.on_report(worker(0), work(1, rows=[row(1, loss=math.nan)]), 1.0)
-    write(board, files)
+    run_state, files = RunState(), TensorBoard(str(tmp_path), no_warning)
+    run_state.on_report(worker(0), work(1, rows=[row(1, loss=math.nan)]), 1.0)
+    write(run_state, files)
     assert math.isnan(read(files.path)[1].summary.value[0].simple_value)
     files.close()
 
@@ -81,9 +81,9 @@ from hora.monitor.run_state import RunState
 from hora.monitor.tensorboard import TensorBoard
 files = TensorBoard({str(tmp_path)!r}, print)
 assert "tensorboard" not in sys.modules
-board = RunState()
-board.on_report(worker(0), work(1, rows=[row(1, loss=1.0)]), 1.0)
-files.write(board.metrics.take_rows(), board, board.status(1.0))
+run_state = RunState()
+run_state.on_report(worker(0), work(1, rows=[row(1, loss=1.0)]), 1.0)
+files.write(run_state.metrics.take_rows(), run_state, run_state.status(1.0))
 files.close()
 assert "tensorboard" in sys.modules
 print(sorted({{"torch", "tensorflow"}} & sys.modules.keys()))
@@ -110,24 +110,24 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: pathlib.Path, monk
 @needs_package
 def test_a_disk_that_fails_is_told_once(tmp_path: pathlib.Path) -> None:
     warnings: list[str] = []
-    board, files = RunState(), TensorBoard(str(tmp_path / "runs"), warnings.append)
+    run_state, files = RunState(), TensorBoard(str(tmp_path / "runs"), warnings.append)
     (tmp_path / "runs").rmdir()
     for step in (1, 2):
-        board.on_report(worker(0), work(step, rows=[row(step, loss=1.0)]), 1.0)
-        write(board, files)
+        run_state.on_report(worker(0), work(step, rows=[row(step, loss=1.0)]), 1.0)
+        write(run_state, files)
     assert len(warnings) == 1 and "the run continues without it" in warnings[0]
 
 
 @needs_package
 def test_the_speed_does_not_end_with_a_nothing_of_after_the_end(tmp_path: pathlib.Path) -> None:
-    board, files = RunState(strategy="ring"), TensorBoard(str(tmp_path), no_warning)
+    run_state, files = RunState(strategy="ring"), TensorBoard(str(tmp_path), no_warning)
     for step in (1, 2):
-        board.on_report(worker(0), work(step), step * 1.0)
-        write(board, files)
-    board.on_event("left", str(worker(0)), "", 2.5)
-    write(board, files)
-    board.on_event("end", "", "done", 2.6)
-    write(board, files)
+        run_state.on_report(worker(0), work(step), step * 1.0)
+        write(run_state, files)
+    run_state.on_event("left", str(worker(0)), "", 2.5)
+    write(run_state, files)
+    run_state.on_event("end", "", "done", 2.6)
+    write(run_state, files)
     files.close()
     values = [value for event in read(files.path) for value in event.summary.value]
     speeds = [value.simple_value for value in values if value.tag == tensorboard.SPEED]

@@ -22,6 +22,9 @@ NUM_ROUNDS = 4  # over which waiting is averaged
 SILENCE_S = 1.0  # a process that is silent for longer than this, and than usual, slows the rates down
 
 ReportT = TypeVar("ReportT", WorkerReport, ServerReport)
+_NO_REPORT = WorkerReport(
+    sent_at=0, step=0, steps=0, seconds=0, exposed_s=0, comm_s=0, sent_bytes=0, samples=0, computes=[]
+)
 
 
 @dataclasses.dataclass
@@ -106,12 +109,7 @@ class WorkerStats:
         self.run_samples = 0  # samples of the run at the last report
         self.samples_per_step = 0.0  # its own
         self.newest: dict[str, float] = {}  # logged values
-        self.epoch: int | None = None
-        self.epochs: int | None = None
-        self.progress: float | None = None
-        self.rounds: int | None = None
-        self.local_steps = 0
-        self.lag: float | None = None
+        self.last = _NO_REPORT  # without rows, histograms and notices
         self.totals = Totals()
         self._window: _Window[WorkerReport] = _Window()
         self._rounds: collections.deque[Totals] = collections.deque(maxlen=NUM_ROUNDS)
@@ -129,21 +127,21 @@ class WorkerStats:
     def on_report(self, report: WorkerReport, now: float) -> None:
         """`now` is seconds since the run began."""
         exposed_s = min(report.exposed_s, report.seconds)
-        report = msgspec.structs.replace(report, exposed_s=exposed_s, rows=[], histograms=[], notices=[])
-        self.step, self.epoch, self.epochs = report.step, report.epoch, report.epochs
-        self.progress = report.progress if report.progress is not None and 0 <= report.progress <= 1 else None
-        lag = report.notes.get("lag")
-        self.lag = lag if lag is not None and math.isfinite(lag) else None
+        progress = report.progress if report.progress is not None and 0 <= report.progress <= 1 else None
+        report = msgspec.structs.replace(
+            report, exposed_s=exposed_s, progress=progress, rows=[], histograms=[], notices=[]
+        )
+        before, self.last = self.last, report
+        self.step = report.step
         if report.steps:
             self.samples_per_step = report.samples / report.steps
         self.totals.add(report)
         self._fresh.add(report)
         self._window.add(report, now)
-        before, self.rounds, self.local_steps = self.rounds, report.rounds, report.local_steps
         if report.rounds is not None:
             self._this_round.add(report)
-            if report.rounds != before:
-                if before is not None:
+            if report.rounds != before.rounds:
+                if before.rounds is not None:
                     self._rounds.append(self._this_round)
                 self._this_round = Totals()
 
@@ -153,7 +151,7 @@ class WorkerStats:
         if not fresh.steps:
             return None
         self._fresh = Totals()
-        exposed_s = fresh.exposed_s / fresh.steps if self.rounds is None else self.exposed_per_step()
+        exposed_s = fresh.exposed_s / fresh.steps if self.last.rounds is None else self.exposed_per_step()
         return (fresh.seconds - fresh.exposed_s) / fresh.steps, exposed_s
 
     def exposed_per_step(self) -> float:
@@ -171,16 +169,10 @@ class WorkerStats:
 
     def status(self, now: float, *, comm_s: float, slow: float) -> WorkerStatus:
         """`comm_s` of the exposed communication per step is communication proper; the rest is waiting."""
-        status = WorkerStatus(
-            rank=self.rank,
-            name=self.name,
-            state=self.state,
-            step=self.step,
-            rounds=self.rounds,
-            local_steps=self.local_steps,
-            lag=self.lag,
-            slow=slow,
-        )
+        status = WorkerStatus(rank=self.rank, name=self.name, state=self.state, step=self.step, slow=slow)
+        status.rounds, status.local_steps = self.last.rounds, self.last.local_steps
+        lag = self.last.notes.get("lag", math.nan)
+        status.lag = lag if math.isfinite(lag) else None
         window, seconds = self._window, self._window.seconds(now)
         if not self.alive or not seconds:
             return status

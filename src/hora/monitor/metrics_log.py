@@ -55,7 +55,7 @@ class MetricsLog:
             curve.add(row.step, at, samples, value, row.count)
         if values:
             worker.newest.update(values)
-            self._rows.append(LoggedRow(worker.rank, row.step, row.count, at, samples, worker.epoch, values))
+            self._rows.append(LoggedRow(worker.rank, row.step, row.count, at, samples, worker.last.epoch, values))
 
     def add_histogram(self, rank: int, histogram: HistogramReport, at: float, live: Collection[int]) -> None:
         """`at` is on the run's clock."""

@@ -122,7 +122,7 @@ class RunState:
                     self._extend_curve(f"rank/{worker.rank}/{part}", now, seconds, MEMBER_LIMIT)
         if live and self._state == "running":
             self._extend_curve("speed", now, sum(worker.rate(now)[0] for worker in live), LIMIT)
-        progress = _max(worker.progress for worker in self._members.current())
+        progress = _max(worker.last.progress for worker in self._members.current())
         if progress is not None:
             self._forecast.add(now, progress)
 
@@ -147,8 +147,8 @@ class RunState:
             state=self._state,
             seconds=at,
             step=self._step,
-            epoch=_max(worker.epoch for worker in current),
-            epochs=_max(worker.epochs for worker in current),
+            epoch=_max(worker.last.epoch for worker in current),
+            epochs=_max(worker.last.epochs for worker in current),
             progress=self._forecast.progress,
             eta_s=self._forecast.eta_s(at) if self._state == "running" else None,
             samples=self._samples,
@@ -160,7 +160,7 @@ class RunState:
             workers=[each.status(at, comm_s=comm_s, slow=self._stragglers.factor(each.rank)) for each in workers],
             servers=servers,
             lags=dict(sorted(lags.items())),
-            rounds=_max(worker.rounds for worker in workers),
+            rounds=_max(worker.last.rounds for worker in workers),
             checkpoints=self.event_log.checkpoints,
             skipped=self.event_log.skipped,
             slowest=members.slowest(),
@@ -182,7 +182,7 @@ class RunState:
             "slowest": self._members.slowest(),
             "checkpoints": self.event_log.checkpoints,
             "skipped": self.event_log.skipped,
-            "rounds": _max(worker.rounds for worker in workers),
+            "rounds": _max(worker.last.rounds for worker in workers),
             "values": self.metrics.newest(self._members.current(), workers),
             "workers": self._members.num_seen,
         }

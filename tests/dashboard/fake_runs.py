@@ -21,8 +21,8 @@ from hora.runs.database import RunDatabase
 from hora.runs.run_directory import DATABASE
 
 
-class Story:
-    """One run whose processes are played: `go` makes `steps` of each worker and tells the board of them."""
+class FakeRun:
+    """One run whose processes are played: `go` makes `steps` of each worker and tells the run_state of them."""
 
     def __init__(
         self, home: pathlib.Path, name: str, *, strategy: str = "ring", size: int = 4, servers: int = 0, seed: int = 0,
@@ -41,14 +41,14 @@ class Story:
         (self.path / "run.json").write_text(json.dumps(self.facts))
         self._lock: int | None = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.board = RunState(run=name, size=size, strategy=strategy)
-        self.board.update(algorithm=algorithm or None, serving=serving or None)
-        self.memory = RunDatabase(str(self.path / DATABASE), self._warn)
+        self.run_state = RunState(run=name, size=size, strategy=strategy)
+        self.run_state.update(algorithm=algorithm or None, serving=serving or None)
+        self.database = RunDatabase(str(self.path / DATABASE), self._warn)
         self.random = random.Random(seed)
         self.clock, self.step, self.rounds, self.every = 0.0, 0, 0, 8
         self.lags: list[dict[int, int]] = [{} for _ in range(servers)]
         for rank in range(size):
-            self.board.on_event("joined", str(self.member(rank)), f"{self.member(rank)} has joined", self.clock)
+            self.run_state.on_event("joined", str(self.member(rank)), f"{self.member(rank)} has joined", self.clock)
         self.write()
 
     def member(self, rank: int, role: str = "worker") -> Member:
@@ -67,28 +67,28 @@ class Story:
         if pause is not None:
             self.rounds = self.step // self.every
         for rank in range(self.size):
-            self.board.on_report(self.member(rank), self._work(rank, steps, spent_s, values), self.clock)
+            self.run_state.on_report(self.member(rank), self._work(rank, steps, spent_s, values), self.clock)
         for number in range(self.servers):
-            self.board.on_report(self.member(number, "server"), self._keeping(number, steps, spent_s), self.clock)
-        self.board.tick(self.clock)
+            self.run_state.on_report(self.member(number, "server"), self._keeping(number, steps, spent_s), self.clock)
+        self.run_state.tick(self.clock)
         if write:
             self.write()
 
     def write(self) -> None:
-        self.memory.write(self.board, self.board.status(self.clock))
+        self.database.write(self.run_state, self.run_state.status(self.clock))
 
     def event(self, kind: str, who: str, text: str) -> None:
-        self.board.on_event(kind, who, text, self.clock)
+        self.run_state.on_event(kind, who, text, self.clock)
 
     def end(self, code: int = 0) -> None:
-        """As the launcher ends it: the memory first, end.json, then the lock."""
+        """As the launcher ends it: the database first, end.json, then the lock."""
         if self._lock is None:
             return
-        self.memory.put("end", {"code": code})
+        self.database.put("end", {"code": code})
         self.event("end", "run", f"the run has ended with code {code}")
         self.write()
-        summary = self.board.summary(self.clock)
-        self.memory.close()
+        summary = self.run_state.summary(self.clock)
+        self.database.close()
         facts = {"code": code, "cause": "a rank failed" if code else "", "seconds": self.clock, "summary": summary}
         (self.path / "end.json").write_text(
             json.dumps({**facts, "strategy": self.strategy, "ended": "2026-01-01T00:00:00+00:00"})
@@ -198,7 +198,7 @@ class Story:
 
 
 def older(home: pathlib.Path, name: str, **end: Any) -> None:
-    """A run without a memory: run.json and end.json are all there is."""
+    """A run without a database: run.json and end.json are all there is."""
     (home / name).mkdir(parents=True)
     (home / name / "run.json").write_text(
         json.dumps({"name": name, "size": 2, "strategy": "ring", "started": "2025-01-01T00:00:00+00:00"})
