@@ -1,7 +1,4 @@
-"""The collectives as plain functions on the job's own group: `hora.all_reduce(t)` is `job.group.all_reduce(t)`.
-
-Every one takes `group=` for another group. See Group for what they mean.
-"""
+"""The collectives as functions: `hora.all_reduce(t)` is `job.group.all_reduce(t)`. See Group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a run, as a tiny tree: every message names who, what and the next move.
+"""The exceptions of a run. Every message names the rank, what happened and what to do next.
 
 `ValueError` is for a caller's mistake, `assert` for our invariants; these are for what happens between ranks.
 """
@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 
 class HoraError(RuntimeError):
-    """The root of what a run can raise."""
+    """The base class."""
 
 
 class PeerLost(HoraError):
-    """A rank that others need has died or left. `ranks` holds who; `secondary` tells that another rank failed first."""
+    """A rank that others need has died or left: one of `ranks`. `secondary`: this rank failed only because of it."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = (), secondary: bool = False) -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class PeerLost(HoraError):
 
 
 class Timeout(HoraError, TimeoutError):
-    """A wait outlasted `timeout_s`; the message says who waited for whom."""
+    """A wait took longer than `timeout_s`; the message names the ranks that were missing."""
 
 
 class Mismatch(HoraError):
@@ -31,11 +31,11 @@ class Mismatch(HoraError):
 
 
 class Unauthorized(HoraError):
-    """The other end of a connection could not prove that it holds this run's token."""
+    """The other end of a connection did not prove that it has this run's token."""
 
 
 class OutOfMemory(HoraError, MemoryError):
-    """Registered memory was refused: the cgroup's limit or the host's free memory is too small for it."""
+    """Shared memory was not allocated: the cgroup's limit or the host's free memory is too small."""
 
 
 def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:

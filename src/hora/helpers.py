@@ -1,4 +1,4 @@
-"""Small helpers for training loops: learning rates for larger batches, clipping."""
+"""Helpers for training loops: gradient clipping, and a learning rate schedule for larger batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clips the norm of the mean gradient, as torch.nn.utils.clip_grad_norm_ does, under every strategy.
 
-    A collective call: every worker makes it, between backward() and step(). Returns the norm before clipping.
+    Collective: call it on every worker, between backward() and step(). Returns the norm before clipping.
     """
     return current().training.clip(parameters, max_norm, float(norm_type))
 
@@ -23,11 +23,11 @@ def clip_grad_norm_(
 def scale_lr(
     optimizer: torch.optim.Optimizer, *, factor: float | None = None, warmup_steps: int = 0
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The linear rule: a batch `factor` times larger takes `factor` times the learning rate, reached over a warm-up.
+    """The linear scaling rule: a batch `factor` times larger takes `factor` times the learning rate, after a warm-up.
 
-    `factor` is the number of workers unless you say otherwise. Over `warmup_steps` calls of its `step()` the rate
-    climbs from the optimizer's own to `factor` times that, and stays there. Returns a scheduler: step it once per
-    optimizer step, and give it to `job.prepare(scheduler=…)` so that it is saved and stepped along.
+    `factor` is the number of workers by default. Over `warmup_steps` calls of its `step()` the rate grows from the
+    optimizer's own to `factor` times that. Returns a scheduler: step it once per optimizer step, and give it to
+    `job.prepare(scheduler=…)` so that it is saved.
     """
     times = float(current().size) if factor is None else float(factor)
     if not 0 < times < math.inf:

@@ -79,7 +79,7 @@ def test_sums_are_right_and_take_at_least_what_the_rate_demands(algorithm: str) 
 
 @pytest.mark.parametrize("kind", ["shm", "engine"])
 def test_a_transport_that_would_not_heed_the_limit_is_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match=f"a rate limit holds for the tcp transport; {kind}"):
+    with pytest.raises(ValueError, match=f"a rate limit needs the tcp transport; {kind}"):
         run(2, lambda group: None, kind, rate_bytes_per_s=float(RATE))
 
 

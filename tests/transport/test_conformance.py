@@ -320,7 +320,7 @@ def test_a_rank_that_cannot_be_reached_is_named_with_the_address_that_was_tried(
     monkeypatch.setattr("hora.transport.tcp.connect", functools.partial(tcp.connect, timeout_s=0.3))
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    monkeypatch.setattr(World, "_address", lambda world, rank: ("127.0.0.1", port))
+    monkeypatch.setattr(World, "_tcp_address", lambda world, rank: ("127.0.0.1", port))
 
     def work(group: Group) -> None:
         if group.rank == 0:

@@ -52,7 +52,7 @@ class Dance:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        return [world._port.address for world in self.run.worlds if world and world._port]
+        return [world._listener.address for world in self.run.worlds if world and world._listener]
 
     def goes_on(self) -> bool:
         seen = self.num_rounds
@@ -148,9 +148,9 @@ def test_a_silent_crowd_delays_the_first_message_by_seconds_at_most() -> None:
     run = Run(2, "tcp").start(work)
     assert _eventually(lambda: all(run.worlds))
     crowd = [
-        socket.create_connection(world._port.address)
+        socket.create_connection(world._listener.address)
         for world in run.worlds
-        if world and world._port
+        if world and world._listener
         for _ in range(100)
     ]
     started = time.monotonic()
@@ -252,8 +252,8 @@ def test_a_false_message_is_an_error_that_names_the_peer_and_allocates_nothing(w
 
     run = Run(2, "tcp").start(work)
     assert _eventually(lambda: bool(memory))
-    assert run.worlds[0] and run.worlds[0]._port
-    with impostor(run.worlds[0]._port.address, 1, POINT_TO_POINT) as sock:
+    assert run.worlds[0] and run.worlds[0]._listener
+    with impostor(run.worlds[0]._listener.address, 1, POINT_TO_POINT) as sock:
         if data:
             sock.sendall(data)
         if expected is PeerLost:
@@ -273,8 +273,8 @@ def test_a_message_that_never_ends_is_waited_for_until_the_timeout_and_the_peer_
 
     run = Run(2, "tcp", timeout_s=1.0).start(work)
     assert _eventually(lambda: run.worlds[0] is not None)
-    assert run.worlds[0] and run.worlds[0]._port
-    with impostor(run.worlds[0]._port.address, 1, POINT_TO_POINT) as sock:
+    assert run.worlds[0] and run.worlds[0]._listener
+    with impostor(run.worlds[0]._listener.address, 1, POINT_TO_POINT) as sock:
         sock.sendall((header(4000) + bytes(4000))[:num_bytes])
         run.finish()
     assert isinstance(run.errors[0], Timeout) and "rank 1" in str(run.errors[0])
@@ -292,8 +292,8 @@ def test_a_false_message_inside_a_collective_ends_it_on_every_rank() -> None:
 
     run = Run(3, "tcp").start(work)
     assert called.wait(10.0) and _eventually(lambda: all(run.worlds))
-    assert run.worlds[0] and run.worlds[0]._port
-    with impostor(run.worlds[0]._port.address, 1) as sock:
+    assert run.worlds[0] and run.worlds[0]._listener
+    with impostor(run.worlds[0]._listener.address, 1) as sock:
         sock.sendall(HEADER.pack(MAGIC, GENERATION, GROUP, COLLECTIVES, 0, 1 << 60))
         assert _eventually(lambda: run.errors[0] is not None)
         shown.set()
@@ -312,8 +312,8 @@ def test_a_peer_that_is_gone_before_the_first_message_to_it_is_lost_and_not_dial
     def work(group: Group) -> float:
         if group.rank == 1:
             world = run.worlds[1]
-            assert world and world._port
-            world._port.close()
+            assert world and world._listener
+            world._listener.close()
             gone.set()
             return 0.0
         gone.wait(20.0)

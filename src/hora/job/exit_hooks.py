@@ -57,7 +57,7 @@ def _report_exceptions(job: Job) -> None:
         if os.getpid() != job.pid or threading.current_thread() is not threading.main_thread():
             previous(kind, error, trace)
             return
-        error = job._world.lost_behind(error) or error
+        error = job._world.peer_lost_by(error) or error
         if isinstance(error, PeerLost):  # the rank that was lost is the cause, even if it left without an error
             job._failed = True
             if error.secondary:

@@ -91,7 +91,7 @@ class Job:
     def _on_coordinator_lost(self, reason: str) -> None:
         """The connection to rank 0, which hosts the coordinator, broke."""
         if self.role == "worker":
-            self._world.lose(0, f"the connection to it broke: {reason}")
+            self._world.peer_died(0, f"the connection to it broke: {reason}")
             return
         running = set(range(self.size)) - self._ended_workers
         if running:  # a server would not learn of their ends any more

@@ -19,15 +19,14 @@ class ProcessIdentity:
     """What the launcher's environment variables say; `environment.read` makes it.
 
     `rank` counts within the role. `size` is the number of workers that the run started with: a worker that `joined`
-    later has a rank of at least `size`. A launcher that knows no servers counts them among its own ranks, which are
-    `num_processes`, `local_rank` and `local_size`. Empty or None: not set.
+    later has a rank of at least `size`. `local_rank` and `local_size` are the launcher's own count. Empty or None: not
+    set.
     """
 
     launcher: str = "alone"  # hora, torchrun, mpirun, slurm, alone
     role: str = "worker"
     rank: int = 0
     size: int = 1
-    num_processes: int = 1
     servers: int | None = None  # server processes
     colocated: bool = False  # servers run in the workers' processes
     joined: bool = False
@@ -50,6 +49,11 @@ class ProcessIdentity:
     watched: bool = False  # the launcher reads reports
     progress: str = "plain"  # what rank 0 prints: plain lines, else nothing
     serve: ServeConfig | None = None  # the run has a predictor; or, alone, this process serves a checkpoint
+
+    @property
+    def num_processes(self) -> int:
+        """The launcher's own number of ranks; a launcher that knows no servers counts them too."""
+        return self.size if self.launcher == "hora" else self.size + (self.servers or 0)
 
     @property
     def one_host(self) -> bool:

@@ -17,28 +17,10 @@ from .context import ProcessIdentity
 COLOCATED = "colocated"  # servers run in the workers' processes
 # The variables by which a launcher identifies a process. They are never passed on to another run.
 NAMES = (
-    "HORA_RUN",
-    "HORA_ROLE",
-    "HORA_RANK",
-    "HORA_SIZE",
-    "HORA_SERVERS",
-    "HORA_JOINED",
-    "HORA_LOCAL_RANK",
-    "HORA_LOCAL_SIZE",
-    "HORA_CONTROL",
-    "HORA_TOKEN_FD",
-    "HORA_STRATEGY",
-    "HORA_TIMEOUT_S",
-    "HORA_MAX_STEPS",
-    "HORA_BIND",
-    "HORA_SERVE",
-    "HORA_WATCH",
-    "HORA_PROGRESS",
-    "HORA_TRACE",
-    "HORA_PID",
-    "HORA_SCRATCH",
-    "HORA_HOST",
-)
+    "HORA_RUN", "HORA_ROLE", "HORA_RANK", "HORA_SIZE", "HORA_SERVERS", "HORA_JOINED", "HORA_LOCAL_RANK",
+    "HORA_LOCAL_SIZE", "HORA_CONTROL", "HORA_TOKEN_FD", "HORA_STRATEGY", "HORA_TIMEOUT_S", "HORA_MAX_STEPS",
+    "HORA_BIND", "HORA_SERVE", "HORA_WATCH", "HORA_PROGRESS", "HORA_TRACE", "HORA_PID", "HORA_SCRATCH", "HORA_HOST",
+)  # fmt: skip
 PID = "HORA_PID"  # the process that has taken the rank; its children inherit the variable
 
 
@@ -62,16 +44,10 @@ def _serves_checkpoint(env: Mapping[str, str]) -> bool:
 
 def _check_rank(identity: ProcessIdentity) -> None:
     """ValueError if the rank is not below the number of processes of its role; workers that joined may exceed it."""
+    if identity.role == "server" and identity.servers is None:
+        raise ValueError("HORA_ROLE is server, but HORA_SERVERS does not say how many servers there are")
     role = "rank" if identity.role == "worker" else identity.role
-    count: int | None = identity.size
-    if identity.role == "predictor":
-        count = 1
-    elif identity.role == "server":
-        count = identity.servers
-        if count is None:
-            raise ValueError("HORA_ROLE is server, but HORA_SERVERS does not say how many servers there are")
-    elif identity.joined:
-        count = None
+    count = {"predictor": 1, "server": identity.servers}.get(role, None if identity.joined else identity.size)
     if identity.rank < 0 or (count is not None and identity.rank >= count):
         among = "" if count is None else f" of {count}"
         raise ValueError(f"{identity.launcher} gave {role} {identity.rank}{among}; {role}s count from 0")
@@ -79,7 +55,7 @@ def _check_rank(identity: ProcessIdentity) -> None:
 
 def _split_servers(identity: ProcessIdentity) -> ProcessIdentity:
     """Under a launcher that knows no servers its last `servers` ranks are the servers."""
-    servers, total = identity.servers or 0, identity.num_processes
+    servers, total = identity.servers or 0, identity.size
     if servers >= total:
         raise ValueError(
             f"HORA_SERVERS={servers} of {total} rank{'s' if total > 1 else ''} leaves no worker: let "
@@ -111,7 +87,6 @@ def _hora(env: Mapping[str, str]) -> ProcessIdentity | None:
         role=env.get("HORA_ROLE", "worker"),
         rank=_int(env, "HORA_RANK"),
         size=size,
-        num_processes=size,
         joined=env.get("HORA_JOINED", "") == "1",
         local_rank=_int(env, "HORA_LOCAL_RANK", 0),
         local_size=_int(env, "HORA_LOCAL_SIZE", size),
@@ -126,20 +101,15 @@ def _torchrun(env: Mapping[str, str]) -> ProcessIdentity | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
-        raise ValueError(
-            "RANK and WORLD_SIZE are set but not MASTER_ADDR and MASTER_PORT: set both to the address of rank 0"
-        )
+        raise ValueError("RANK is set but not MASTER_ADDR and MASTER_PORT: set both to the address of rank 0")
     size = _int(env, "WORLD_SIZE")
-    near = (
-        size if env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1") else 0
-    )  # set by hand, without LOCAL_WORLD_SIZE
+    local_size = size if env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1") else 0  # if it is set by hand
     return ProcessIdentity(
         launcher="torchrun",
         rank=_int(env, "RANK"),
         size=size,
-        num_processes=size,
         local_rank=_int(env, "LOCAL_RANK", 0),
-        local_size=_int(env, "LOCAL_WORLD_SIZE", near),
+        local_size=_int(env, "LOCAL_WORLD_SIZE", local_size),
         job=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         address=f"{env['MASTER_ADDR']}:{_int(env, 'MASTER_PORT')}",
     )
@@ -153,7 +123,6 @@ def _mpirun(env: Mapping[str, str]) -> ProcessIdentity | None:
         launcher="mpirun",
         rank=_int(env, "OMPI_COMM_WORLD_RANK"),
         size=size,
-        num_processes=size,
         local_rank=_int(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
         local_size=_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size),
         job="mpi-" + env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", str(os.getppid()))),
@@ -170,7 +139,6 @@ def _slurm(env: Mapping[str, str]) -> ProcessIdentity | None:
         launcher="slurm",
         rank=_int(env, "SLURM_PROCID"),
         size=size,
-        num_processes=size,
         local_rank=_int(env, "SLURM_LOCALID", 0),
         local_size=size if nodes == 1 else 0,
         job=f"slurm-{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}",
