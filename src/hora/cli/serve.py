@@ -73,13 +73,15 @@ def serve_config(
     return ServeConfig(host=host, port=port, name=name, checkpoint=checkpoint, **given)
 
 
-@click.command(cls=GroupedCommand, params=[_HOST, _BATCH], help=_HELP)
-@click.argument("checkpoint", metavar="CHECKPOINT")
-@click.option(
-    "--port", "address", cls=GroupedOption, group=SERVING, metavar="[HOST:]PORT", default="8000",
+_PORT = GroupedOption(
+    ["--port", "address"], group=SERVING, metavar="[HOST:]PORT", default="8000",
     help="Address to listen on; port 0 picks a free one. E.g. --port 9000, --port 0.0.0.0:8000. Default: 8000, for "
     "this machine only.",
 )  # fmt: skip
+
+
+@click.command(cls=GroupedCommand, params=[_PORT, _HOST, _BATCH], help=_HELP)
+@click.argument("checkpoint", metavar="CHECKPOINT")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as for python -m. E.g. -m package.train.")
 @click.argument("command", metavar="SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context

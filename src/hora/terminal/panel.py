@@ -36,16 +36,10 @@ _BAD = {"died": "red", "slow": "yellow", "skipped": "yellow", "stop": "yellow"}
 
 
 def render(
-    status: RunStatus,
-    *,
-    width: int,
-    address: str | None,
-    color: bool,
-    height: int = 24,
-    events: Sequence[RunEvent] = (),
+    status: RunStatus, *, width: int, height: int, address: str | None, color: bool, events: Sequence[RunEvent] = ()
 ) -> list[str]:
-    """The panel's lines, none wider than `width` (at least 40). With the cursor's line they take at most half
-    of the terminal's `height`; workers without a line are counted. The newest of `events` is last."""
+    """The panel's lines, none wider than `width` (at least 40). With the cursor's line they take at most half of the
+    terminal's `height`; workers without a line are counted. The newest of `events` is last."""
     width = max(20, min(width, MAX_WIDTH) - 1)  # the last column stays free: some terminals wrap there
     room = max(3, height // 2 - 1)
     address_line, legend = _foot(status, address, width)
@@ -64,13 +58,14 @@ def render(
 
     rows = num_rows(status)
     least = min(rows, 4 if status.servers else 2)
-    for name, keep, wanted in (
+    shortened = (
         ("legend", 0, rows),
         ("events", 1, rows),
         ("events", 0, least),
         ("more", 0, least),
         ("head", 0, min(1, rows)),
-    ):
+    )
+    for name, keep, wanted in shortened:
         if left() < wanted:  # this part makes room for the workers
             del parts[name][: max(0, len(parts[name]) - keep)]
     parts["bars"] = bars(status, max(0, left()), width)
@@ -89,9 +84,8 @@ def _head(status: RunStatus, width: int) -> Text:
     left.append(f"  {', '.join(filter(None, [*how, *processes]))}", QUIET)
     took = clock(status.seconds)
     if status.state != "running":
-        state = [f"{status.state}: {status.waiting}"] * bool(status.waiting and status.state == "starting") + [
-            status.state
-        ]
+        waits = status.waiting and status.state == "starting"
+        state = [f"starting: {status.waiting}", "starting"] if waits else [status.state]
         return _ends(left, [Text(sanitize(each, 60), QUIET) for each in state], width)
     return _ends(left, [Text(text, "green") for text in (f"running for {took}", f"running {took}", took)], width)
 
@@ -207,24 +201,18 @@ def _ends(left: Text, rights: Sequence[Text], width: int) -> Text:
 
 
 def _print(lines: Sequence[Text], width: int, color: bool) -> list[str]:
-    console, buffer = _console(color)
-    buffer.seek(0)
-    buffer.truncate()
-    for line in lines:
-        line.truncate(width, overflow="ellipsis")
-        console.print(line, no_wrap=True, crop=False, overflow="ignore", highlight=False, markup=False)
-    return [line.rstrip() for line in buffer.getvalue().split("\n")[: len(lines)]]
+    console = _console(color)
+    with console.capture() as captured:
+        for line in lines:
+            line.truncate(width, overflow="ellipsis")
+            console.print(line, no_wrap=True, crop=False, overflow="ignore", highlight=False, markup=False)
+    return [line.rstrip() for line in captured.get().split("\n")[: len(lines)]]
 
 
 @functools.lru_cache(maxsize=2)
-def _console(color: bool) -> tuple[Console, io.StringIO]:
-    buffer = io.StringIO()
-    console = Console(
-        file=buffer,
-        width=4 * MAX_WIDTH,
-        color_system="standard" if color else None,
-        force_terminal=color,
-        legacy_windows=False,
-        _environ={},
-    )
-    return console, buffer
+def _console(color: bool) -> Console:
+    """One that ignores the launcher's own terminal and environment."""
+    return Console(
+        file=io.StringIO(), width=4 * MAX_WIDTH, color_system="standard" if color else None, force_terminal=color,
+        legacy_windows=False, _environ={},
+    )  # fmt: skip
