@@ -1,6 +1,6 @@
 // Bars: a histogram on a canvas.
 
-import { color, el, prepare } from "./dom.js";
+import { color, el, clearedContext } from "./dom.js";
 import { short } from "./format.js";
 
 export class Bars {
@@ -20,29 +20,29 @@ export class Bars {
 
   redraw() {
     const [width, height] = [this.canvas.clientWidth, this.canvas.clientHeight];
-    const pen = prepare(this.canvas, width, height);
-    if (!pen || !this.bars.length) return;
-    pen.font = '11px system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
+    const context = clearedContext(this.canvas, width, height);
+    if (!context || !this.bars.length) return;
+    context.font = '11px system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
     const most = Math.max(...this.bars, 1e-12);
     const [top, bottom, step] = [16, height - 18, Math.min(64, width / this.bars.length)];
-    pen.fillStyle = color("--grid");
-    pen.fillRect(0, bottom, width, 1);
-    pen.fillStyle = color("--compute");
+    context.fillStyle = color("--grid");
+    context.fillRect(0, bottom, width, 1);
+    context.fillStyle = color("--compute");
     this.bars.forEach((value, place) => {
       if (!value) return;
       const tall = Math.max(1, (value / most) * (bottom - top));
-      pen.fillRect(place * step + 0.5, bottom - tall, Math.max(1, step - (step > 4 ? 1.5 : 0)), tall);
+      context.fillRect(place * step + 0.5, bottom - tall, Math.max(1, step - (step > 4 ? 1.5 : 0)), tall);
     });
-    pen.fillStyle = color("--muted");
-    pen.textAlign = "left";
-    pen.fillText(`most ${short(most)}`, 0, 10);
+    context.fillStyle = color("--muted");
+    context.textAlign = "left";
+    context.fillText(`most ${short(most)}`, 0, 10);
     let end = -Infinity;
     for (const { at, text } of this.labels) {
-      const half = pen.measureText(text).width / 2;
+      const half = context.measureText(text).width / 2;
       const x = Math.min(Math.max(at * step * this.bars.length, half), width - half);
       if (x - half < end + 6) continue;
-      pen.textAlign = "center";
-      pen.fillText(text, x, height - 4);
+      context.textAlign = "center";
+      context.fillText(text, x, height - 4);
       end = x + half;
     }
   }

@@ -1,7 +1,7 @@
 // Chart: curves with their low-high bands on a canvas. Pointer and arrow keys read a point.
 
 import { label, logTicks, range, ticks, timeLabel, timeTicks } from "./axes.js";
-import { color, el, prepare, say } from "./dom.js";
+import { color, el, clearedContext, setText } from "./dom.js";
 import { number } from "./format.js";
 import { HIGH, LOW, MEAN, X } from "./store.js";
 
@@ -30,7 +30,7 @@ export class Chart {
     new ResizeObserver(() => this.redraw()).observe(this.canvas);
   }
 
-  // series: [{name, color (a CSS variable), points, dash}]
+  // series: [{name, color (a CSS variable), points, newest (shown in the heading; else the mean of the last point)}]
   set(series, x = this.x, log = false, smooth = false) {
     [this.series, this.x, this.log, this.smooth] = [series, x, log, smooth];
     this.redraw();
@@ -47,30 +47,30 @@ export class Chart {
   #draw() {
     const { canvas } = this;
     const [width, height] = [canvas.clientWidth, canvas.clientHeight];
-    const pen = prepare(canvas, width, height);
-    if (!pen) return;
-    pen.font = FONT;
+    const context = clearedContext(canvas, width, height);
+    if (!context) return;
+    context.font = FONT;
     this.#describe();
     this.drawn = this.series.map((one) => ({ ...one, points: ordered(one.points, X[this.x].of) }));
-    const area = this.#area(width, height, pen);
+    const area = this.#area(width, height, context);
     if (!area) {
-      pen.fillStyle = color("--muted");
-      pen.textAlign = "center";
-      pen.fillText("nothing yet", width / 2, height / 2);
+      context.fillStyle = color("--muted");
+      context.textAlign = "center";
+      context.fillText("nothing yet", width / 2, height / 2);
       return;
     }
-    this.#axes(pen, area);
-    pen.save();
-    pen.beginPath();
-    pen.rect(area.left, area.top - 2, area.right - area.left + 4, area.bottom - area.top + 4);
-    pen.clip();
-    if (this.options.band) for (const one of this.drawn) this.#band(pen, area, one);
-    for (const one of this.drawn) this.#line(pen, area, one);
-    pen.restore();
-    this.#readings(pen, area);
+    this.#axes(context, area);
+    context.save();
+    context.beginPath();
+    context.rect(area.left, area.top - 2, area.right - area.left + 4, area.bottom - area.top + 4);
+    context.clip();
+    if (this.options.band) for (const one of this.drawn) this.#band(context, area, one);
+    for (const one of this.drawn) this.#line(context, area, one);
+    context.restore();
+    this.#readings(context, area);
   }
 
-  #area(width, height, pen) {
+  #area(width, height, context) {
     const of = X[this.x].of;
     let [x0, x1, y0, y1, any] = [Infinity, -Infinity, Infinity, -Infinity, false];
     const [lows, highs] = [[], []];
@@ -103,7 +103,7 @@ export class Chart {
     const rows = Math.max(2, Math.floor((height - MARGIN.top - MARGIN.bottom) / 26));
     const yTicks = this.log ? logTicks(y0, y1) : ticks(y0, y1, rows);
     const yLabels = yTicks.map((tick) => (this.log ? number(tick, 2) : label(tick, yTicks)));
-    const left = Math.ceil(Math.max(18, ...yLabels.map((text) => pen.measureText(text).width))) + 8;
+    const left = Math.ceil(Math.max(18, ...yLabels.map((text) => context.measureText(text).width))) + 8;
     const [top, right, bottom] = [MARGIN.top, width - MARGIN.right, height - MARGIN.bottom];
     const toY = this.log ? (v) => (Math.log(v) - Math.log(y0)) / (Math.log(y1) - Math.log(y0)) : (v) => (v - y0) / (y1 - y0);
     return {
@@ -113,77 +113,77 @@ export class Chart {
     };
   }
 
-  #axes(pen, area) {
-    pen.lineWidth = 1;
-    pen.strokeStyle = color("--grid");
-    pen.fillStyle = color("--muted");
-    pen.textBaseline = "middle";
-    pen.textAlign = "right";
+  #axes(context, area) {
+    context.lineWidth = 1;
+    context.strokeStyle = color("--grid");
+    context.fillStyle = color("--muted");
+    context.textBaseline = "middle";
+    context.textAlign = "right";
     area.yTicks.forEach((tick, place) => {
       const y = Math.round(area.y(tick)) + 0.5;
       if (y < area.top - 1 || y > area.bottom + 1) return;
-      pen.beginPath();
-      pen.moveTo(area.left, y);
-      pen.lineTo(area.right, y);
-      pen.stroke();
-      pen.fillText(area.yLabels[place], area.left - 6, y);
+      context.beginPath();
+      context.moveTo(area.left, y);
+      context.lineTo(area.right, y);
+      context.stroke();
+      context.fillText(area.yLabels[place], area.left - 6, y);
     });
     const time = this.x === "time";
     const columns = Math.max(2, Math.floor((area.right - area.left) / (time ? 64 : 48)));
     const found = (time ? timeTicks : ticks)(area.x0, area.x1, columns).filter((tick) => time || Number.isInteger(tick));
-    pen.textBaseline = "alphabetic";
+    context.textBaseline = "alphabetic";
     let end = -Infinity;
     for (const tick of found) {
       const text = time ? timeLabel(tick) : label(tick, found);
-      const half = pen.measureText(text).width / 2;
+      const half = context.measureText(text).width / 2;
       const x = Math.min(Math.max(area.x(tick), half), area.right + MARGIN.right - half);
       if (x - half < end + 8) continue;
-      pen.textAlign = "center";
-      pen.fillText(text, x, area.bottom + 15);
+      context.textAlign = "center";
+      context.fillText(text, x, area.bottom + 15);
       end = x + half;
     }
   }
 
-  #band(pen, area, one) {
+  #band(context, area, one) {
     const of = X[this.x].of;
-    pen.fillStyle = color(one.color);
-    pen.globalAlpha = 0.16;
+    context.fillStyle = color(one.color);
+    context.globalAlpha = 0.16;
     for (const run of runs(one.points, this.log)) {
       if (run.length < 2) continue;
-      pen.beginPath();
-      for (const point of run) pen.lineTo(area.x(of(point)), area.y(point[HIGH]));
-      for (let place = run.length - 1; place >= 0; place -= 1) pen.lineTo(area.x(of(run[place])), area.y(run[place][LOW]));
-      pen.fill();
+      context.beginPath();
+      for (const point of run) context.lineTo(area.x(of(point)), area.y(point[HIGH]));
+      for (let place = run.length - 1; place >= 0; place -= 1) context.lineTo(area.x(of(run[place])), area.y(run[place][LOW]));
+      context.fill();
     }
-    pen.globalAlpha = 1;
+    context.globalAlpha = 1;
   }
 
-  #line(pen, area, one) {
+  #line(context, area, one) {
     const of = X[this.x].of;
-    pen.strokeStyle = pen.fillStyle = color(one.color);
-    pen.lineWidth = 1.6;
-    pen.lineJoin = "round";
+    context.strokeStyle = context.fillStyle = color(one.color);
+    context.lineWidth = 1.6;
+    context.lineJoin = "round";
     for (const run of runs(one.points, this.log)) {
-      pen.globalAlpha = this.smooth ? 0.3 : 1;
-      pen.beginPath();
-      for (const point of run) pen.lineTo(area.x(of(point)), area.y(point[MEAN]));
-      pen.stroke();
-      pen.globalAlpha = 1;
+      context.globalAlpha = this.smooth ? 0.3 : 1;
+      context.beginPath();
+      for (const point of run) context.lineTo(area.x(of(point)), area.y(point[MEAN]));
+      context.stroke();
+      context.globalAlpha = 1;
       if (this.smooth) {
-        pen.beginPath();
-        for (const [point, mean] of smoothed(run)) pen.lineTo(area.x(of(point)), area.y(mean));
-        pen.stroke();
+        context.beginPath();
+        for (const [point, mean] of smoothed(run)) context.lineTo(area.x(of(point)), area.y(mean));
+        context.stroke();
       }
       const last = run[run.length - 1];
       if (run.length === 1 || last === one.points[one.points.length - 1]) {
-        pen.beginPath();
-        pen.arc(area.x(of(last)), area.y(last[MEAN]), 2.6, 0, 7);
-        pen.fill();
+        context.beginPath();
+        context.arc(area.x(of(last)), area.y(last[MEAN]), 2.6, 0, 7);
+        context.fill();
       }
     }
   }
 
-  #readings(pen, area) {
+  #readings(context, area) {
     this.area = area;
     if (this.reading === null) {
       this.tip.hidden = true;
@@ -195,19 +195,19 @@ export class Chart {
     if (!found.length) return;
     const close = found.reduce((best, next) => (Math.abs(of(next.point) - at) < Math.abs(of(best.point) - at) ? next : best));
     const x = area.x(of(close.point));
-    pen.strokeStyle = color("--muted");
-    pen.setLineDash([3, 3]);
-    pen.beginPath();
-    pen.moveTo(Math.round(x) + 0.5, area.top);
-    pen.lineTo(Math.round(x) + 0.5, area.bottom);
-    pen.stroke();
-    pen.setLineDash([]);
+    context.strokeStyle = color("--muted");
+    context.setLineDash([3, 3]);
+    context.beginPath();
+    context.moveTo(Math.round(x) + 0.5, area.top);
+    context.lineTo(Math.round(x) + 0.5, area.bottom);
+    context.stroke();
+    context.setLineDash([]);
     for (const { one, point } of found) {
       if (point[MEAN] === null) continue;
-      pen.fillStyle = color(one.color);
-      pen.beginPath();
-      pen.arc(area.x(of(point)), area.y(point[MEAN]), 3.5, 0, 7);
-      pen.fill();
+      context.fillStyle = color(one.color);
+      context.beginPath();
+      context.arc(area.x(of(point)), area.y(point[MEAN]), 3.5, 0, 7);
+      context.fill();
     }
     const shownX = this.x === "time" ? timeLabel(of(close.point)) : of(close.point).toLocaleString("en");
     const lines = [el("b", { text: `${X[this.x].label} ${shownX}` })];
@@ -224,7 +224,7 @@ export class Chart {
 
   #describe() {
     const parts = this.series.filter((one) => one.points.length).map((one) => {
-      const value = number(last(one.points));
+      const value = number(one.newest ?? last(one.points));
       return this.series.length > 1 ? `${one.name} ${value}` : value;
     });
     const points = this.series.reduce((sum, one) => sum + one.points.length, 0);
@@ -240,7 +240,7 @@ export class Chart {
   #legend(parts) {
     this.heading.classList.toggle("several", this.series.length > 1);
     if (this.series.length < 2) {
-      say(this.newest, parts[0] ?? "");
+      setText(this.newest, parts[0] ?? "");
       this.legend = "";
       return;
     }

@@ -1,7 +1,7 @@
 // Runs side by side: their curves over samples and over time, and a table of their summaries.
 
 import { Chart } from "./chart.js";
-import { $, PALETTE, ask, el, say, themeSwitch } from "./dom.js";
+import { $, PALETTE, fetchJson, el, setText, themeSwitch } from "./dom.js";
 import { bytes, duration, number, percent, short, whole } from "./format.js";
 import { Store } from "./store.js";
 
@@ -21,8 +21,8 @@ function add(name) {
 async function load(name) {
   const run = known.get(name);
   try {
-    run.store.whole(await ask(`/api/runs/${encodeURIComponent(name)}`));
-    run.problem = run.store.told.problem ?? "";
+    run.store.whole(await fetchJson(`/api/runs/${encodeURIComponent(name)}`));
+    run.problem = run.store.info.problem ?? "";
   } catch (problem) {
     run.problem = problem.message;
   }
@@ -82,8 +82,8 @@ function show() {
   $("summaries").hidden = !runs.length;
   const problems = [...known].filter(([, run]) => run.problem).map(([name, run]) => `${name}: ${run.problem}`);
   $("problem").hidden = !problems.length;
-  say($("problem"), problems.join("; "));
-  say($("about"), known.size ? "Which run learns faster, per sample and per second." : "Choose two runs or more below.");
+  setText($("problem"), problems.join("; "));
+  setText($("about"), known.size ? "Which run learns faster, per sample and per second." : "Choose two runs or more below.");
   $("others-box").open = $("others-box").open || known.size < 2;
 }
 
@@ -99,12 +99,12 @@ function rowOf(value) {
 function table(runs) {
   const lines = [
     ["Strategy", (run) => run.now.strategy || "–"],
-    ["State", (run) => ({ lost: "broken off" })[run.told.state] ?? run.told.state],
+    ["State", (run) => ({ lost: "broken off" })[run.info.state] ?? run.info.state],
     ["Workers", (run) => whole(run.now.workers.length || run.now.size)],
     ["Steps", (run) => whole(run.now.step)],
     ["Samples", (run) => whole(run.now.samples)],
     ["Time", (run) => duration(run.now.seconds)],
-    ["Samples per second", (run) => short((run.told.summary?.samples_per_s ?? run.now.samples_per_s) || 0)],
+    ["Samples per second", (run) => short((run.info.summary?.samples_per_s ?? run.now.samples_per_s) || 0)],
     ["Sent per step", (run) => bytes(run.now.bytes_per_step)],
     ["Hidden by compute", (run) => percent(run.now.hidden)],
     ["Rounds", (run) => whole(run.now.rounds)],
@@ -128,14 +128,14 @@ themeSwitch($("theme"), () => {
 for (const id of ["log", "smooth"]) $(id).addEventListener("change", show);
 asked.slice(0, MOST).forEach(add);
 try {
-  strategies = new Map((await ask("/api/runs")).runs.map((run) => [run.name, run.strategy]));
+  strategies = new Map((await fetchJson("/api/runs")).runs.map((run) => [run.name, run.strategy]));
 } catch { /* the choice is then what was asked for */ }
 await Promise.all([...known.keys()].map(load));
 chooser();
 show();
 document.documentElement.dataset.ready = "yes";
 setInterval(async () => {
-  const live = [...known].filter(([, run]) => run.store.told.live).map(([name]) => name);
+  const live = [...known].filter(([, run]) => run.store.info.live).map(([name]) => name);
   if (document.hidden || !live.length) return;
   await Promise.all(live.map(load));
   show();

@@ -25,7 +25,7 @@ export function $(id) {
   return document.getElementById(id);
 }
 
-export function say(node, text) {
+export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
@@ -35,8 +35,8 @@ export function set(node, name, value) {
 }
 
 // Make the children match `items`: `make` builds a new one, `update` is called for all; existing nodes are reused.
-export function keep(parent, items, key, make, update) {
-  const known = parent.horaKept ?? (parent.horaKept = new Map());
+export function syncChildren(parent, items, key, make, update) {
+  const known = parent.horaChildren ?? (parent.horaChildren = new Map());
   const wanted = new Set(items.map(key));
   for (const [name, node] of known) {
     if (!wanted.has(name)) {
@@ -52,16 +52,16 @@ export function keep(parent, items, key, make, update) {
   });
 }
 
-export async function ask(path, options = {}) {
+export async function fetchJson(path, options = {}) {
   const response = await fetch(path, { credentials: "omit", ...options });
-  let told = null;
+  let info = null;
   try {
-    told = await response.json();
+    info = await response.json();
   } catch {
     throw new Error(`${response.status} without a message`);
   }
-  if (!response.ok) throw new Error(told?.error ?? `${response.status}`);
-  return told;
+  if (!response.ok) throw new Error(info?.error ?? `${response.status}`);
+  return info;
 }
 
 export function theme() {
@@ -93,16 +93,16 @@ export function color(name) {
 
 export const PALETTE = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
-// The pen of a canvas that is so large on the page, cleared; null while it is not shown.
-export function prepare(canvas, width, height) {
+// The context of a canvas that is so large on the page, cleared; null while it is not shown.
+export function clearedContext(canvas, width, height) {
   if (!width || !height) return null;
   const scale = devicePixelRatio || 1;
   if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(height * scale);
   }
-  const pen = canvas.getContext("2d");
-  pen.setTransform(scale, 0, 0, scale, 0, 0);
-  pen.clearRect(0, 0, width, height);
-  return pen;
+  const context = canvas.getContext("2d");
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return context;
 }

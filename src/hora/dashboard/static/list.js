@@ -1,6 +1,6 @@
 // The list of runs.
 
-import { $, ask, el, keep, say, set, themeSwitch } from "./dom.js";
+import { $, fetchJson, el, syncChildren, setText, set, themeSwitch } from "./dom.js";
 import { date, duration, number, short, whole } from "./format.js";
 
 const STATES = { starting: "starting", running: "running", ended: "ended", failed: "failed", stopped: "stopped", lost: "broken off" };
@@ -14,12 +14,12 @@ function show() {
     const text = [run.name, run.strategy, [].concat(run.command ?? []).join(" "), run.state, run.host].join(" ").toLowerCase();
     return words.every((word) => text.includes(word));
   });
-  keep($("runs"), found, (run) => run.name, make, update);
+  syncChildren($("runs"), found, (run) => run.name, make, update);
   $("none").hidden = found.length > 0;
-  say($("none"), runs.length ? "No run matches." : "There are no runs yet. Start one with: hora run -n 2 train.py");
+  setText($("none"), runs.length ? "No run matches." : "There are no runs yet. Start one with: hora run -n 2 train.py");
   const there = [...chosen].filter((name) => runs.some((run) => run.name === name));
   $("go").disabled = there.length < 2;
-  say($("go"), there.length > 1 ? `Compare ${there.length} runs` : "Compare");
+  setText($("go"), there.length > 1 ? `Compare ${there.length} runs` : "Compare");
   set($("go"), "title", there.length > 1 ? "" : "Choose two runs or more");
 }
 
@@ -37,31 +37,31 @@ function make(run) {
 
 function update(row, run) {
   const [, name, state, strategy, size, steps, speed, time, values] = row.children;
-  say(name.children[1], [date(run.started), [].concat(run.command ?? []).join(" ")].filter((text) => text && text !== "–").join(" · "));
-  say(state.firstChild, STATES[run.state] ?? run.state);
+  setText(name.children[1], [date(run.started), [].concat(run.command ?? []).join(" ")].filter((text) => text && text !== "–").join(" · "));
+  setText(state.firstChild, STATES[run.state] ?? run.state);
   set(state.firstChild, "class", `pill ${run.state}`);
-  say(strategy, run.strategy || "–");
-  say(size, `${run.size ?? run.workers ?? "–"}${run.servers ? ` + ${run.servers}` : ""}`);
-  say(steps, whole(run.steps));
-  say(speed, run.samples_per_s ? short(run.samples_per_s) : "–");
-  say(time, duration(run.seconds));
+  setText(strategy, run.strategy || "–");
+  setText(size, `${run.size ?? run.workers ?? "–"}${run.servers ? ` + ${run.servers}` : ""}`);
+  setText(steps, whole(run.steps));
+  setText(speed, run.samples_per_s ? short(run.samples_per_s) : "–");
+  setText(time, duration(run.seconds));
   const known = Object.entries(run.values ?? {});
   const old = run.problem ? (run.problem.includes("another version") ? "written by another version of Hora" : run.problem) : "";
-  say(values, old || known.slice(0, 3).map(([key, value]) => `${key} ${number(value)}`).join(", ") || (run.remembered ? "–" : "no curves"));
+  setText(values, old || known.slice(0, 3).map(([key, value]) => `${key} ${number(value)}`).join(", ") || (run.remembered ? "–" : "no curves"));
   set(values, "title", run.problem || known.map(([key, value]) => `${key} ${number(value)}`).join(", "));
 }
 
 async function refresh() {
   try {
-    const told = await ask("/api/runs");
-    runs = told.runs;
+    const info = await fetchJson("/api/runs");
+    runs = info.runs;
     const running = runs.filter((run) => run.live).length;
-    say($("about"), `${runs.length} ${runs.length === 1 ? "run" : "runs"}${running ? `, ${running} live` : ""} · ${told.home}`);
+    setText($("about"), `${runs.length} ${runs.length === 1 ? "run" : "runs"}${running ? `, ${running} live` : ""} · ${info.home}`);
     $("problem").hidden = true;
     show();
   } catch (problem) {
     $("problem").hidden = false;
-    say($("problem"), `The dashboard does not answer (${problem.message}); trying again.`);
+    setText($("problem"), `The dashboard does not answer (${problem.message}); trying again.`);
   }
   document.documentElement.dataset.ready = "yes";
 }

@@ -1,14 +1,14 @@
 // Live changes of a run by server-sent events; by polling where the server rejects the stream.
 
-import { ask } from "./dom.js";
+import { fetchJson } from "./dom.js";
 
 const POLL_MS = 3000;
 
 export class Live {
-  // told(kind, message): whole, change, end; link(text): a connection problem or ""; ended(): whether the run is over
-  constructor(name, told, link, ended) {
+  // onMessage(kind, message): whole, change, end; onConnection(text): a connection problem or ""; isOver(): whether the run is over
+  constructor(name, onMessage, onConnection, isOver) {
     this.path = `/api/runs/${encodeURIComponent(name)}`;
-    [this.told, this.link, this.ended] = [told, link, ended];
+    [this.onMessage, this.onConnection, this.isOver] = [onMessage, onConnection, isOver];
     document.addEventListener("visibilitychange", () => this.#visible());
   }
 
@@ -27,19 +27,19 @@ export class Live {
     const source = (this.source = new EventSource(`${this.path}/live`));
     for (const kind of ["whole", "change"]) {
       source.addEventListener(kind, (event) => {
-        this.link("");
-        this.told(kind, JSON.parse(event.data));
+        this.onConnection("");
+        this.onMessage(kind, JSON.parse(event.data));
       });
     }
     source.addEventListener("end", () => {
       this.stop();
-      this.told("end", null);
+      this.onMessage("end", null);
     });
     source.addEventListener("error", () => {
       if (this.over) return;
-      if (this.ended()) return this.stop();
+      if (this.isOver()) return this.stop();
       if (source.readyState === EventSource.CLOSED) this.#poll();
-      else this.link("The dashboard is gone; trying again. After the end of a run, start hora dashboard to see it.");
+      else this.onConnection("The dashboard is gone; trying again. After the end of a run, start hora dashboard to see it.");
     });
   }
 
@@ -54,16 +54,16 @@ export class Live {
     this.#close();
     if (this.over || document.hidden) return;
     try {
-      const told = await ask(this.path);
-      this.link("");
-      this.told("whole", told);
-      if (!told.live) {
+      const run = await fetchJson(this.path);
+      this.onConnection("");
+      this.onMessage("whole", run);
+      if (!run.live) {
         this.stop();
-        this.told("end", null);
+        this.onMessage("end", null);
         return;
       }
     } catch (problem) {
-      this.link(`The dashboard does not answer (${problem.message}); trying again.`);
+      this.onConnection(`The dashboard does not answer (${problem.message}); trying again.`);
     }
     if (!this.over) this.timer = setTimeout(() => (times % 10 ? this.#poll(times + 1) : this.#open()), POLL_MS);
   }

@@ -1,7 +1,7 @@
 // Panels: events, configuration, histograms, lag and the box that asks the predictor.
 
 import { Bars } from "./bars.js";
-import { $, ask, el, keep, say } from "./dom.js";
+import { $, fetchJson, el, syncChildren, setText } from "./dom.js";
 import { bytes, duration, number, short, stateWord } from "./format.js";
 
 const ICONS = { joined: "+", left: "−", died: "✕", slow: "▲", even: "=", checkpoint: "◆", restore: "↺", skipped: "⊘", stop: "■", serving: "»", end: "●" };
@@ -9,7 +9,7 @@ const MAX_SHOWN = 200;
 
 export function showEvents(list, events) {
   const newest = events.slice(-MAX_SHOWN).reverse();
-  keep(list, newest, (event) => event.number, (event) =>
+  syncChildren(list, newest, (event) => event.number, (event) =>
     el("li", { className: `event kind-${/^[a-z]+$/.test(event.kind) ? event.kind : "other"}` },
       el("span", { className: "icon", "aria-hidden": "true", text: ICONS[event.kind] ?? "•" }),
       el("span", { className: "kind", text: stateWord(event.kind) }),
@@ -96,7 +96,7 @@ export class Histograms {
 
   show(found) {
     const names = Object.keys(found).sort();
-    keep(this.holder, names, (name) => name, (name) => this.#make(name), (_, name) => this.#update(name, found[name]));
+    syncChildren(this.holder, names, (name) => name, (name) => this.#make(name), (_, name) => this.#update(name, found[name]));
   }
 
   redraw() {
@@ -132,7 +132,7 @@ export class Histograms {
   #draw(name, one) {
     const row = one.rows[Number(one.slider.value)];
     if (!row) return;
-    say(one.step, `step ${row.step.toLocaleString("en")}`);
+    setText(one.step, `step ${row.step.toLocaleString("en")}`);
     const all = row.counts.reduce((sum, count) => sum + count, 0);
     one.bars.set(row.counts, [{ at: 0, text: number(row.low, 3) }, { at: 0.5, text: number((row.low + row.high) / 2, 3) }, { at: 1, text: number(row.high, 3) }],
       `${name} at step ${row.step}: ${short(all)} elements from ${number(row.low, 3)} to ${number(row.high, 3)}`);
@@ -157,23 +157,23 @@ export class Predictor {
     this.serving = serving;
     $("predict-form").hidden = !serving;
     if (!serving) {
-      say($("predict-state"), ended ? "The run has ended, and its predictor with it." : "The predictor does not answer yet.");
+      setText($("predict-state"), ended ? "The run has ended, and its predictor with it." : "The predictor does not answer yet.");
       return;
     }
     if (!changed && this.asked && performance.now() - this.asked < 3000) return;
     this.asked = performance.now();
-    let told;
+    let info;
     try {
-      told = await ask(`${this.path}/predictor`);
+      info = await fetchJson(`${this.path}/predictor`);
     } catch (problem) {
-      say($("predict-state"), problem.message);
+      setText($("predict-state"), problem.message);
       return;
     }
-    const state = told.problem || (told.ready ? `answers with the parameters of ${unit} ${Number(told.step).toLocaleString("en")}` : "has no parameters yet");
-    say($("predict-state"), `${told.serving || serving} ${told.problem ? "· " : ""}${state}`);
-    if (!this.example && told.inputs?.length) {
+    const state = info.problem || (info.ready ? `answers with the parameters of ${unit} ${Number(info.step).toLocaleString("en")}` : "has no parameters yet");
+    setText($("predict-state"), `${info.serving || serving} ${info.problem ? "· " : ""}${state}`);
+    if (!this.example && info.inputs?.length) {
       this.example = true;
-      const text = exampleOf(told.inputs);
+      const text = exampleOf(info.inputs);
       if (text && !$("predict-body").value) $("predict-body").value = text;
     }
   }
@@ -186,18 +186,18 @@ export class Predictor {
       JSON.parse(body);
     } catch (problem) {
       out.className = "answer bad";
-      say(out, `This is no JSON: ${problem.message}`);
+      setText(out, `This is no JSON: ${problem.message}`);
       return;
     }
     button.disabled = true;
     const begun = performance.now();
     try {
-      const told = await ask(`${this.path}/predict`, { method: "POST", body, headers: { "Content-Type": "application/json" } });
+      const info = await fetchJson(`${this.path}/predict`, { method: "POST", body, headers: { "Content-Type": "application/json" } });
       out.className = "answer";
-      say(out, `${JSON.stringify(told)}\n${Math.round(performance.now() - begun)} ms`);
+      setText(out, `${JSON.stringify(info)}\n${Math.round(performance.now() - begun)} ms`);
     } catch (problem) {
       out.className = "answer bad";
-      say(out, problem.message);
+      setText(out, problem.message);
     } finally {
       button.disabled = false;
     }

@@ -1,7 +1,7 @@
 // The page of one run.
 
 import { Chart } from "./chart.js";
-import { $, PALETTE, ask, el, keep, say, set, themeSwitch } from "./dom.js";
+import { $, PALETTE, fetchJson, el, syncChildren, setText, set, themeSwitch } from "./dom.js";
 import { bytes, date, duration, number, percent, short, stateWord, whole } from "./format.js";
 import { Live } from "./live.js";
 import { Histograms, Lags, Predictor, showConfig, showEvents } from "./panels.js";
@@ -24,13 +24,13 @@ const predictor = new Predictor(name);
 let all = false;
 let lost = false; // whether the connection to the dashboard is lost
 
-const live = new Live(name, (kind, told) => {
-  if (kind === "whole") store.whole(told);
-  else if (kind === "change") store.change(told);
+const live = new Live(name, (kind, info) => {
+  if (kind === "whole") store.whole(info);
+  else if (kind === "change") store.change(info);
   show();
 }, (text) => {
   $("link").hidden = !text;
-  say($("link"), text);
+  setText($("link"), text);
   const changed = lost !== Boolean(text);
   lost = Boolean(text);
   if (changed) show();
@@ -49,64 +49,64 @@ function show() {
   banner(now);
   tiles(now);
   curves();
-  scene.update(now, store.told.strategy, going() && now.state !== "ended");
+  scene.update(now, store.info.strategy, going() && now.state !== "ended");
   workers.update(store, choice("x"));
   servers(now);
   const words = lags.show(now.lags);
   $("lag-card").hidden = !words;
-  say($("lag-words"), words);
+  setText($("lag-words"), words);
   $("histogram-card").hidden = !Object.keys(store.histograms).length;
   $("histogram-card").classList.toggle("wide", Object.keys(store.histograms).length > 2);
   histograms.show(store.histograms);
   showEvents($("events"), store.events);
   $("no-events").hidden = store.events.length > 0;
-  if (going() || !store.told.live) predictor.show(store.told.live ? now.serving : "", store.told.strategy?.synchronous === false ? "update" : "step", !store.told.live);
-  $("predict-card").hidden = !(store.told.live && now.serving) && !store.told.run?.serve;
+  if (going() || !store.info.live) predictor.show(store.info.live ? now.serving : "", store.info.strategy?.synchronous === false ? "update" : "step", !store.info.live);
+  $("predict-card").hidden = !(store.info.live && now.serving) && !store.info.run?.serve;
 }
 
 function going() {
-  return store.told.live && !lost;
+  return store.info.live && !lost;
 }
 
 function head() {
-  const { told, now } = store;
-  const state = told.live && lost ? "unknown" : told.state ?? "starting";
-  say($("state"), STATES[state] ?? state);
+  const { info, now } = store;
+  const state = info.live && lost ? "unknown" : info.state ?? "starting";
+  setText($("state"), STATES[state] ?? state);
   set($("state"), "class", `pill ${state}`);
   document.title = `${now ? `${short(now.step)} · ` : ""}${name} · Hora`;
-  const run = told.run ?? {};
-  const strategy = now?.strategy || told.end?.strategy || run.strategy || "";
+  const run = info.run ?? {};
+  const strategy = now?.strategy || info.end?.strategy || run.strategy || "";
   const size = now?.workers.length || run.size;
   const parts = [strategy, size ? `${size} ${size === 1 ? "worker" : "workers"}` : "", now?.servers.length ? `${now.servers.length} ${now.servers.length === 1 ? "server" : "servers"}` : "",
     run.host ? `on ${run.host}` : "", run.started ? `since ${date(run.started)}` : "", [].concat(run.command ?? []).join(" ")];
-  say($("about"), parts.filter(Boolean).join(" · "));
-  showConfig($("config"), { ...run, ended: told.end ? { ...told.end, summary: undefined } : undefined });
+  setText($("about"), parts.filter(Boolean).join(" · "));
+  showConfig($("config"), { ...run, ended: info.end ? { ...info.end, summary: undefined } : undefined });
 }
 
 function problem() {
-  const { told } = store;
-  const end = told.end;
-  let text = told.problem ?? "";
-  if (!text && told.remembered === false) text = told.live ? "The run has not reported anything yet." : "This run has no database, so no curves: it is of an older version of Hora, or its directory could not be written. Its configuration is below.";
-  if (!text && ["failed", "stopped"].includes(told.state)) text = `It ended with code ${end?.code}${end?.cause ? `: ${typeof end.cause === "string" ? end.cause : JSON.stringify(end.cause)}` : ""}`;
-  if (!text && told.state === "lost") text = "The launcher was killed; this is the last known state.";
+  const { info } = store;
+  const end = info.end;
+  let text = info.problem ?? "";
+  if (!text && info.remembered === false) text = info.live ? "The run has not reported anything yet." : "This run has no database, so no curves: it is of an older version of Hora, or its directory could not be written. Its configuration is below.";
+  if (!text && ["failed", "stopped"].includes(info.state)) text = `It ended with code ${end?.code}${end?.cause ? `: ${typeof end.cause === "string" ? end.cause : JSON.stringify(end.cause)}` : ""}`;
+  if (!text && info.state === "lost") text = "The launcher was killed; this is the last known state.";
   $("problem").hidden = !text;
-  say($("problem"), text);
+  setText($("problem"), text);
 }
 
 function banner(now) {
   const slow = now.workers.filter((worker) => worker.slow && worker.state === "alive");
   const text = going() ? slow.map((worker) => `${worker.name} is slow: ${number(worker.compute_s * 1000, 3)} ms of compute per step, ${worker.slow.toFixed(1)} times the others'`).join("; ") : "";
   $("banner").classList.toggle("shown", Boolean(text));
-  say($("banner"), text);
+  setText($("banner"), text);
 }
 
 function tiles(now) {
   const values = Object.entries(now.values);
   const main = values.find(([one]) => FIRST.includes(one)) ?? values[0];
   const epoch = now.epoch !== null && now.epoch !== undefined ? `${now.epoch + 1}${now.epochs ? ` of ${now.epochs}` : ""}` : "";
-  const over = now.state === "ended" || !store.told.live;
-  const speed = over ? store.told.summary?.samples_per_s ?? now.samples_per_s : now.samples_per_s;
+  const over = now.state === "ended" || !store.info.live;
+  const speed = over ? store.info.summary?.samples_per_s ?? now.samples_per_s : now.samples_per_s;
   const found = [
     ["Step", whole(now.step), epoch ? `epoch ${epoch}` : now.steps_per_s && going() && !over ? `${number(now.steps_per_s, 3)} per second` : ""],
     main ? [main[0], number(main[1]), "newest"] : null,
@@ -116,9 +116,9 @@ function tiles(now) {
     now.rounds !== null && now.rounds !== undefined ? ["Rounds", whole(now.rounds), ""] : null,
     ["Checkpoints", whole(now.checkpoints), now.skipped ? `${whole(now.skipped)} steps skipped` : ""],
   ].filter(Boolean);
-  keep($("tiles"), found, (tile) => tile[0], (tile) => el("div", { className: "tile" }, el("dt", { text: tile[0], title: tile[0] }), el("dd"), el("p")), (node, tile) => {
-    say(node.children[1], tile[1]);
-    say(node.children[2], tile[2]);
+  syncChildren($("tiles"), found, (tile) => tile[0], (tile) => el("div", { className: "tile" }, el("dt", { text: tile[0], title: tile[0] }), el("dd"), el("p")), (node, tile) => {
+    setText(node.children[1], tile[1]);
+    setText(node.children[2], tile[2]);
   });
   $("progress").hidden = now.progress === null || now.progress === undefined || over || lost;
   if (!$("progress").hidden) {
@@ -133,14 +133,15 @@ function curves() {
   names.sort((a, b) => rankOf(a) - rankOf(b) || a.localeCompare(b));
   const shown = all ? names : names.slice(0, MANY);
   $("more").hidden = names.length <= MANY;
-  say($("more"), all ? "Show fewer" : `Show all ${names.length}`);
+  setText($("more"), all ? "Show fewer" : `Show all ${names.length}`);
   const [first, ...rest] = shown;
   const wanted = new Set();
   const put = (key, holder, options, points, hue) => {
     wanted.add(key);
     let chart = charts.get(key);
     if (!chart) charts.set(key, (chart = new Chart($(holder), options)));
-    chart.set([{ name: options.title, color: hue, points }], x, log && key.startsWith("value/"), $("smooth").checked);
+    const newest = store.now.values[options.title]; // the same number as in its tile
+    chart.set([{ name: options.title, color: hue, points, newest: key.startsWith("value/") ? newest : undefined }], x, log && key.startsWith("value/"), $("smooth").checked);
   };
   if (first !== undefined) put(`value/${first}`, "main-chart", { title: first }, store.curves.get(`value/${first}`).points, PALETTE[0]);
   else $("main-chart").replaceChildren(el("p", { className: "empty", text: "Nothing was logged yet: job.log(loss=loss) draws a curve here." }));
@@ -171,10 +172,10 @@ function rankOf(value) {
 
 function servers(now) {
   $("server-card").hidden = !now.servers.length;
-  keep($("servers"), now.servers, (server) => server.number, () => el("tr", {}, ...Array.from({ length: 7 }, () => el("td"))), (row, server) => {
+  syncChildren($("servers"), now.servers, (server) => server.number, () => el("tr", {}, ...Array.from({ length: 7 }, () => el("td"))), (row, server) => {
     const cells = [`server ${server.number}${server.state === "alive" ? "" : ` · ${stateWord(server.state)}`}`, bytes(server.load_bytes), percent(server.busy), whole(server.queue), `${number(server.updates_per_s, 3)}/s`,
       `${bytes(server.bytes_in_per_s)}/s`, `${bytes(server.bytes_out_per_s)}/s`];
-    cells.forEach((text, place) => say(row.children[place], text));
+    cells.forEach((text, place) => setText(row.children[place], text));
   });
 }
 
@@ -185,7 +186,7 @@ function redraw() {
   histograms.redraw();
 }
 
-say($("name"), name);
+setText($("name"), name);
 $("compare").href = `/compare?runs=${encodeURIComponent(name)}`;
 themeSwitch($("theme"), redraw);
 for (const input of document.querySelectorAll('input[name="x"], #log, #smooth')) {
@@ -196,13 +197,13 @@ $("more").addEventListener("click", () => {
   curves();
 });
 try {
-  const told = await ask(`/api/runs/${encodeURIComponent(name)}`);
-  store.whole(told);
+  const info = await fetchJson(`/api/runs/${encodeURIComponent(name)}`);
+  store.whole(info);
   show();
-  if (told.live) live.start();
+  if (info.live) live.start();
 } catch (error) {
   $("problem").hidden = false;
-  say($("problem"), error.message);
-  say($("state"), "not found");
+  setText($("problem"), error.message);
+  setText($("state"), "not found");
 }
 document.documentElement.dataset.ready = "yes";

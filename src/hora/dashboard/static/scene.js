@@ -1,6 +1,6 @@
 // Scene: the topology of the run as SVG. Edges light up and carry dots while bytes move along them.
 
-import { say, set, svg } from "./dom.js";
+import { setText, set, svg } from "./dom.js";
 import { bytes, percent, stateWord, whole } from "./format.js";
 import { place, planOf, roundLength } from "./layout.js";
 
@@ -78,8 +78,8 @@ export class Scene {
       const worker = byRank.get(rank);
       const state = worker?.state ?? "waiting";
       set(node.root, "class", `node ${state}${worker?.slow ? " slow" : ""}`);
-      say(node.label, state === "died" ? "died" : state === "left" ? "finished" : worker?.slow ? `slow ×${worker.slow.toFixed(1)}` : "");
-      say(node.title, worker ? `${worker.name}: ${stateWord(state)}, step ${worker.step}` : `rank ${rank} has not joined yet`);
+      setText(node.label, state === "died" ? "died" : state === "left" ? "finished" : worker?.slow ? `slow ×${worker.slow.toFixed(1)}` : "");
+      setText(node.title, worker ? `${worker.name}: ${stateWord(state)}, step ${worker.step}` : `rank ${rank} has not joined yet`);
       const shares = worker && state === "alive" ? this.#shares(worker, now) : [];
       let start = 0;
       node.arcs.forEach((arc, part) => {
@@ -107,11 +107,11 @@ export class Scene {
       const server = now.servers.find((one) => one.number === number);
       if (!server) return;
       set(box.root, "class", `server ${server.state}`);
-      say(box.load, `${bytes(server.load_bytes)}`);
-      say(box.queue, `queue ${server.queue}`);
-      say(box.share, percent(server.busy));
+      setText(box.load, `${bytes(server.load_bytes)}`);
+      setText(box.queue, `queue ${server.queue}`);
+      setText(box.share, percent(server.busy));
       set(box.bar, "width", (box.room * Math.max(0, Math.min(1, server.busy))).toFixed(1));
-      say(box.title, `server ${number}: ${bytes(server.load_bytes)} of parameters, busy ${percent(server.busy)}, queue ${server.queue}`);
+      setText(box.title, `server ${number}: ${bytes(server.load_bytes)} of parameters, busy ${percent(server.busy)}, queue ${server.queue}`);
     });
   }
 
@@ -125,17 +125,17 @@ export class Scene {
         engine: [plan.options.backend ?? "engine", "", rate ? `${bytes(rate)}/s` : ""],
         rounds: [whole(rounds), "round", plan.every ? `every ${plan.every}` : ""],
       }[plan.kind];
-      say(this.middle.big, texts[0]);
-      say(this.middle.over, texts[1]);
-      say(this.middle.under, texts[2]);
+      setText(this.middle.big, texts[0]);
+      setText(this.middle.over, texts[1]);
+      setText(this.middle.under, texts[2]);
       if (plan.rounds && this.lastRounds !== null && rounds !== this.lastRounds) this.flash = performance.now() + 1500;
       this.lastRounds = rounds;
     }
     if (this.center) {
       const alive = now.workers.filter((worker) => worker.state === "alive").length || 1;
-      say(this.center.big, this.live && rate ? `${bytes(rate / alive)}/s` : this.plan.kind);
-      say(this.center.under, this.live && rate ? "on each edge" : `${this.plan.num} workers`);
-      say(this.center.third, now.hidden === null || now.hidden === undefined ? "" : `${percent(now.hidden)} hidden`);
+      setText(this.center.big, this.live && rate ? `${bytes(rate / alive)}/s` : this.plan.kind);
+      setText(this.center.under, this.live && rate ? "on each edge" : `${this.plan.num} workers`);
+      setText(this.center.third, now.hidden === null || now.hidden === undefined ? "" : `${percent(now.hidden)} hidden`);
     }
   }
 
@@ -167,9 +167,9 @@ export class Scene {
     const worker = byRank.get(edge.from);
     if (!worker) return 0;
     if (typeof edge.to !== "number") return worker.sent_bytes_per_s;
-    const told = Object.keys(worker.peers ?? {}).length > 0;
+    const known = Object.keys(worker.peers ?? {}).length > 0;
     const back = edge.both ? (byRank.get(edge.to)?.peers?.[edge.from] ?? 0) : 0;
-    if (told) return (worker.peers[edge.to] ?? 0) + back;
+    if (known) return (worker.peers[edge.to] ?? 0) + back;
     return worker.sent_bytes_per_s > 0 ? worker.sent_bytes_per_s : back;
   }
 
@@ -197,7 +197,7 @@ export class Scene {
     const title = plan.kind === "ps"
       ? `${plan.servers} parameter ${plan.servers === 1 ? "server" : "servers"}${plan.loose ? "; workers do not wait for each other" : plan.rounds ? "; workers average in rounds" : "; workers step together"}`
       : TITLES[plan.kind];
-    say(this.caption, plan.isAuto && plan.chosen ? `${title} (chosen by auto)` : title);
+    setText(this.caption, plan.isAuto && plan.chosen ? `${title} (chosen by auto)` : title);
     const words = [`${title}. ${plan.num} workers`, lit ? `bytes move on ${lit} of ${this.edges.length} lines` : "no bytes move now"];
     if (plan.rounds) words.push(`round ${now.rounds ?? 0}`);
     if (slow.length) words.push(`slow: ${slow.join(", ")}`);

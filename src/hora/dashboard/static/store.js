@@ -14,29 +14,29 @@ export class Store {
   }
 
   clear() {
-    this.told = {};
+    this.info = {};
     this.now = null;
     this.curves = new Map();
     this.events = [];
     this.histograms = [];
   }
 
-  whole(told) {
+  whole(info) {
     this.clear();
-    this.change(told);
+    this.change(info);
   }
 
-  change(told) {
-    for (const [name, news] of Object.entries(told.curves ?? {})) this.#grow(name, news);
-    if (told.now) this.now = told.now;
-    if (told.events?.length) {
+  change(info) {
+    for (const [name, news] of Object.entries(info.curves ?? {})) this.#grow(name, news);
+    if (info.now) this.now = info.now;
+    if (info.events?.length) {
       const last = this.events.length ? this.events[this.events.length - 1].number : 0;
-      this.events.push(...told.events.filter((event) => event.number > last));
+      this.events.push(...info.events.filter((event) => event.number > last));
       if (this.events.length > 500) this.events.splice(0, this.events.length - 500);
     }
-    if (told.histograms) this.histograms = told.histograms;
+    if (info.histograms) this.histograms = info.histograms;
     for (const key of ["name", "live", "run", "end", "problem", "remembered", "state", "strategy", "summary", "version"]) {
-      if (key in told) this.told[key] = told[key];
+      if (key in info) this.info[key] = info[key];
     }
   }
 

@@ -1,7 +1,7 @@
 // Workers: a row for each, with what its step is made of now and over time.
 
 import { label, ticks, timeLabel, timeTicks } from "./axes.js";
-import { color, el, keep, prepare, say, set } from "./dom.js";
+import { color, el, syncChildren, clearedContext, setText, set } from "./dom.js";
 import { bytes, moment, short, stateWord } from "./format.js";
 import { MEAN, START, X } from "./store.js";
 
@@ -20,7 +20,7 @@ export class Workers {
     [this.store, this.x] = [store, x];
     const workers = [...store.now.workers].sort((a, b) => a.rank - b.rank);
     const longest = Math.max(1e-9, ...workers.filter((worker) => worker.state === "alive").map(total));
-    keep(this.list, workers, (worker) => worker.rank, (worker) => this.#make(worker), (node, worker) => this.#show(worker, longest));
+    syncChildren(this.list, workers, (worker) => worker.rank, (worker) => this.#make(worker), (node, worker) => this.#show(worker, longest));
     this.redraw();
   }
 
@@ -53,14 +53,14 @@ export class Workers {
     const row = this.rows.get(worker.rank);
     const alive = worker.state === "alive";
     set(row.node, "class", `worker ${worker.state}${worker.slow ? " slow" : ""}`);
-    say(row.name, `rank ${worker.rank}${alive ? (worker.slow ? " · slow" : "") : ` · ${stateWord(worker.state)}`}`);
+    setText(row.name, `rank ${worker.rank}${alive ? (worker.slow ? " · slow" : "") : ` · ${stateWord(worker.state)}`}`);
     set(row.name, "title", worker.name);
     PARTS.forEach((part, place) => {
       row.bars[place].style.width = `${alive ? ((100 * worker[`${part}_s`]) / longest).toFixed(2) : 0}%`;
     });
-    say(row.time, alive ? moment(total(worker)) : "–");
-    say(row.rate, alive ? `${short(worker.samples_per_s)}/s` : "–");
-    say(row.sent, alive ? `${bytes(worker.sent_bytes_per_s)}/s` : "–");
+    setText(row.time, alive ? moment(total(worker)) : "–");
+    setText(row.rate, alive ? `${short(worker.samples_per_s)}/s` : "–");
+    setText(row.sent, alive ? `${bytes(worker.sent_bytes_per_s)}/s` : "–");
     const words = PARTS.map((part) => `${WORDS[part]} ${moment(worker[`${part}_s`])}`).join(", ");
     set(row.bar, "aria-label", `${worker.name}: ${words} per step`);
     set(row.bar, "title", words);
@@ -108,45 +108,45 @@ export class Workers {
 
   #strip(canvas, stack, x0, x1, most) {
     const [width, height] = [canvas.clientWidth, canvas.clientHeight];
-    const pen = prepare(canvas, width, height);
-    if (!pen || !stack.length || x1 <= x0) return;
+    const context = clearedContext(canvas, width, height);
+    if (!context || !stack.length || x1 <= x0) return;
     const x = (value) => ((value - x0) / (x1 - x0)) * width;
     for (const [place, part] of [[2, "comm"], [1, "wait"], [0, "compute"]]) {
-      pen.fillStyle = color(COLORS[part]);
-      pen.beginPath();
+      context.fillStyle = color(COLORS[part]);
+      context.beginPath();
       let end = null;
       for (const { from, to, tops } of stack) {
         const top = height - Math.min(1, tops[place] / most) * height;
         if (end === null || from > end + (x1 - x0) / width + 1e-9) {
-          if (end !== null) pen.lineTo(x(end), height);
-          pen.moveTo(x(from), height);
+          if (end !== null) context.lineTo(x(end), height);
+          context.moveTo(x(from), height);
         }
-        pen.lineTo(x(from), top);
-        pen.lineTo(x(to), top);
+        context.lineTo(x(from), top);
+        context.lineTo(x(to), top);
         end = to;
       }
-      pen.lineTo(x(end), height);
-      pen.fill();
+      context.lineTo(x(end), height);
+      context.fill();
     }
     canvas.dataset.points = stack.length;
   }
 
   #axis(x0, x1) {
     const [width, height] = [this.axis.clientWidth, this.axis.clientHeight];
-    const pen = prepare(this.axis, width, height);
-    if (!pen || x1 <= x0) return;
-    pen.font = '11px system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
-    pen.fillStyle = color("--muted");
+    const context = clearedContext(this.axis, width, height);
+    if (!context || x1 <= x0) return;
+    context.font = '11px system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
+    context.fillStyle = color("--muted");
     const time = this.x === "time";
     const found = (time ? timeTicks : ticks)(x0, x1, Math.max(2, Math.floor(width / (time ? 80 : 60)))).filter((tick) => time || Number.isInteger(tick));
     let end = -Infinity;
     for (const tick of found) {
       const text = time ? timeLabel(tick) : label(tick, found);
-      const half = pen.measureText(text).width / 2;
+      const half = context.measureText(text).width / 2;
       const at = Math.min(Math.max(((tick - x0) / (x1 - x0)) * width, half), width - half);
       if (at - half < end + 8) continue;
-      pen.textAlign = "center";
-      pen.fillText(text, at, 12);
+      context.textAlign = "center";
+      context.fillText(text, at, 12);
       end = at + half;
     }
   }
