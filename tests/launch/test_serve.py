@@ -149,7 +149,7 @@ def _role(pid: int) -> str:
     [
         ("raise", "failed with exit code 1: RuntimeError: no predictor today; training"),
         pytest.param("other-model", "the models differ: the predictor has 0.weight [9, 6]", marks=pytest.mark.full),
-        pytest.param("no-init", "the predictor has served nothing", marks=pytest.mark.full),
+        pytest.param("no-init", "the predictor served nothing", marks=pytest.mark.full),
     ],
 )
 def test_whatever_is_wrong_with_the_predictor_the_training_ends_well(launcher: Launcher, fault: str, said: str) -> None:

@@ -58,9 +58,7 @@ def answer_requests(job: Job, model: Any, optimizer: Any, predict: Callable[[Any
     else:
         servers = strategy if isinstance(strategy, PS) else None
         if servers is not None and servers.mode == "sync" and len(optimizers) > 1:
-            servers = (
-                None  # between the optimizers of a step the servers are idle; only rank 0 knows when it is complete
-            )
+            servers = None  # they are idle between the optimizers of a step; only rank 0 knows when it is complete
         publishers = job.size if config.source == "newest" or _all_ranks_publish(job) else 1
         predictor.serve(config, registry, predict, context, publishers, servers)
     raise SystemExit(0)

@@ -56,10 +56,12 @@ class Prediction(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(eq=False)
 class _Request:
+    """Without inputs, and with 0 rows, it asks for the version only."""
+
     inputs: Mapping[str, Value]
     rows: int
     deadline: float
-    future: Future[Prediction]
+    future: Future[Any]
 
     def __post_init__(self) -> None:
         self.kind = kind_of(self.inputs)
@@ -87,7 +89,6 @@ class Batcher:
         self._max_wait_s = max_wait_ms / 1000
         self._changed = threading.Condition()
         self._queue: collections.deque[_Request] = collections.deque()
-        self._version_futures: list[Future[ParameterVersion | None]] = []
         self._batch: list[_Request] = []  # in progress
         self._last_batch_size = MAX_QUEUED  # requests
         self._closing = False
@@ -126,7 +127,7 @@ class Batcher:
             if self._closing:
                 future.set_result(self.version)
             else:
-                self._version_futures.append(future)
+                self._queue.appendleft(_Request({}, 0, float("inf"), future))
                 self._changed.notify()
         return future
 
@@ -139,57 +140,55 @@ class Batcher:
         with self._changed:
             left = [*self._batch, *self._queue]
             self._queue.clear()
-            version_futures, self._version_futures = self._version_futures, []
         for request in left:
-            _fail(request.future, _closing_error())
-        for future in version_futures:
-            _resolve(future, self.version)
+            if request.rows:
+                _fail(request.future, _closing_error())
+            else:
+                _resolve(request.future, self.version)
 
     def _run(self) -> None:
-        while (version_futures := self._gather()) is not None:
+        while self._gather():
             try:
-                self._answer(version_futures)
+                self._answer()
             except BaseException as error:  # user code must not end the thread
                 log.exception("a batch of %d requests failed", len(self._batch))
-                futures: list[Future[Any]] = [*version_futures, *(request.future for request in self._batch)]
-                for future in futures:
-                    _fail(future, HttpError(f"the predictor failed with {type(error).__name__}; see its log", 500))
+                for request in self._batch:
+                    name = type(error).__name__
+                    _fail(request.future, HttpError(f"the predictor failed with {name}; see its log", 500))
             self._batch = []
 
-    def _gather(self) -> list[Future[ParameterVersion | None]] | None:
-        """Wait for work: returns the futures of `newest_version`, and fills `_batch`, which may stay empty. None after
-        `close`."""
+    def _gather(self) -> bool:
+        """Wait for requests, and fill `_batch`; False after `close`."""
         with self._changed:
-            while not self._queue and not self._version_futures:
+            while not self._queue:
                 if self._closing:
-                    return None
+                    return False
                 self._changed.wait()
-            if self._queue:
-                self._fill_batch(self._queue.popleft())
-            version_futures, self._version_futures = self._version_futures, []
-            return version_futures
+            self._batch = batch = [first := self._queue.popleft()]
+            rows = first.rows
+            deadline = time.monotonic() + (self._max_wait_s if rows and not self._queue else 0.0)
+            while True:
+                while (
+                    self._queue and self._queue[0].kind == first.kind and rows + self._queue[0].rows <= self._max_batch
+                ):
+                    batch.append(self._queue.popleft())
+                    rows += batch[-1].rows
+                left_s = deadline - time.monotonic()
+                full = self._queue or rows >= self._max_batch or len(batch) >= self._last_batch_size
+                if full or self._closing or left_s <= 0:
+                    break
+                self._changed.wait(left_s)
+            if rows:
+                self._last_batch_size = len(batch)
+            return True
 
-    def _fill_batch(self, first: _Request) -> None:
-        self._batch = batch = [first]
-        rows = first.rows
-        deadline = time.monotonic() + (0.0 if self._queue else self._max_wait_s)
-        while True:
-            while self._queue and self._queue[0].kind == first.kind and rows + self._queue[0].rows <= self._max_batch:
-                batch.append(self._queue.popleft())
-                rows += batch[-1].rows
-            left_s = deadline - time.monotonic()
-            full = self._queue or rows >= self._max_batch or len(batch) >= self._last_batch_size
-            if full or self._closing or left_s <= 0:
-                break
-            self._changed.wait(left_s)
-        self._last_batch_size = len(batch)
-
-    def _answer(self, version_futures: Sequence[Future[ParameterVersion | None]]) -> None:
+    def _answer(self) -> None:
         self.version = version = self._source.refresh()
-        for future in version_futures:
-            _resolve(future, version)
         batch = [request for request in self._batch if self._is_wanted(request)]
-        if version is None:
+        if not self._batch[0].rows:
+            for request in batch:
+                _resolve(request.future, version)
+        elif version is None:
             for request in batch:
                 _fail(request.future, NotReady())
         elif len(batch) < 2 or not self._predict_batch(batch, version):
