@@ -127,6 +127,9 @@ class _Ledger:
         return {
             "epoch": key[0],
             "loop": key[1],
+            "ended": self.ended,
+            "cut": list(self.cut),
+            "done": [list(each) for each in self.done_ranges()],
             "num_blocks": self.cut.num_blocks,
             "num_done": self.num_done,
             "num_leased": len(self.leases),
@@ -137,18 +140,6 @@ class _Ledger:
             "workers": [
                 {"rank": rank, "num_done": self.done_by[rank], "holds": blocks} for rank, blocks in sorted(held.items())
             ],
-        }
-
-    def account(self, key: Key) -> dict[str, Any]:
-        return {
-            "epoch": key[0],
-            "loop": key[1],
-            "ended": self.ended,
-            "cut": list(self.cut),
-            "done": [list(each) for each in self.done_ranges()],
-            "num_done": self.num_done,
-            "num_leased": len(self.leases),
-            "samples_done": self.samples_done,
         }
 
 
@@ -376,9 +367,9 @@ class LeaseManager:
         return shown
 
     def account(self, loader: int) -> dict[str, Any]:
-        """One loader's open ledgers with their done blocks as ranges, and the final view of the newest closed one."""
+        """The views of one loader's open ledgers, and the final view of the newest closed one."""
         known = self._loaders.get(loader) or _Loader()
-        ledgers = [ledger.account(key) for key, ledger in known.open.items()]
+        ledgers = [ledger.view(key) for key, ledger in known.open.items()]
         return {"open": ledgers, "newest": list(known.newest) if known.newest else None, "last": known.last}
 
 

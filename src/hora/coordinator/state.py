@@ -358,5 +358,5 @@ class Coordinator:
 
 def _parse_versions(text: str) -> dict[str, str]:
     """`torch 2.13.0, python 3.11` by name."""
-    pairs = [words.split() for words in text[:MAX_NAME_CHARS].split(",")]
+    pairs = [part.split() for part in text[:MAX_NAME_CHARS].split(",")]
     return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}

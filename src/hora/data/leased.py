@@ -170,21 +170,21 @@ class Leased(Ledger):
         self._held[block.name] = block
         return block
 
-    def begin(self, portion: BatchSlice) -> bool:
-        assert isinstance(portion, LeasedBlock)
-        if portion.name not in self._ahead:
+    def begin(self, batch_slice: BatchSlice) -> bool:
+        assert isinstance(batch_slice, LeasedBlock)
+        if batch_slice.name not in self._ahead:
             return True
-        self._ahead.discard(portion.name)
-        still = self._client.begin(portion.name, self._unreported)
+        self._ahead.discard(batch_slice.name)
+        still = self._client.begin(batch_slice.name, self._unreported)
         self._unreported.clear()
         if not still:
-            self._held.pop(portion.name, None)
+            self._held.pop(batch_slice.name, None)
         return still
 
-    def done(self, portion: BatchSlice) -> None:
-        assert isinstance(portion, LeasedBlock)
-        if self._held.pop(portion.name, None) is not None:
-            self._unreported.append(portion.name)
+    def done(self, batch_slice: BatchSlice) -> None:
+        assert isinstance(batch_slice, LeasedBlock)
+        if self._held.pop(batch_slice.name, None) is not None:
+            self._unreported.append(batch_slice.name)
 
     def flush(self) -> None:
         """Reports the done blocks now, not with the next request."""

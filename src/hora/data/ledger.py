@@ -85,8 +85,8 @@ class LedgerView:
             samples = f"{self.samples_done} of {self.num_samples}"
             rest = f"{self.num_pending} pending"
         if self.held:
-            numbers = ", ".join(str(portion.batch) for portion in self.held)
-            holds = f"{sum(portion.mine for portion in self.held)} samples, of batch {numbers}"
+            numbers = ", ".join(str(batch_slice.batch) for batch_slice in self.held)
+            holds = f"{sum(batch_slice.mine for batch_slice in self.held)} samples, of batch {numbers}"
         else:
             holds = "nothing"
         return (
@@ -104,12 +104,12 @@ class Ledger(abc.ABC):
 
         May block: to read a stream, or for the reply to a lease request."""
 
-    def begin(self, portion: BatchSlice) -> bool:
+    def begin(self, batch_slice: BatchSlice) -> bool:
         """The user's code is about to get the batch; False if another worker has taken it over: skip it."""
         return True
 
     @abc.abstractmethod
-    def done(self, portion: BatchSlice) -> None:
+    def done(self, batch_slice: BatchSlice) -> None:
         """The step of this slice is over. Idempotent."""
 
     @abc.abstractmethod
@@ -122,6 +122,9 @@ class Ledger(abc.ABC):
 
 class _Lockstep(Ledger):
     """All workers go through the same global batches together, so each keeps its own account and sends nothing."""
+
+    num_batches: int | None = None  # of the epoch; None: not known
+    num_samples: int | None = None
 
     def __init__(self, rank: int, size: int, begin: int, start: int) -> None:
         self._rank = rank
@@ -138,14 +141,14 @@ class _Lockstep(Ledger):
         total = self._total()
         if total is None:
             return None
-        portion = BatchSlice.deal(self._next, self._start, total, self._rank, self._size)
-        self._held[portion.batch] = portion
+        batch_slice = BatchSlice.deal(self._next, self._start, total, self._rank, self._size)
+        self._held[batch_slice.batch] = batch_slice
         self._next += 1
         self._start += total
-        return portion
+        return batch_slice
 
-    def done(self, portion: BatchSlice) -> None:
-        self._held.pop(portion.batch, None)
+    def done(self, batch_slice: BatchSlice) -> None:
+        self._held.pop(batch_slice.batch, None)
 
     def release(self) -> None:
         if self._held:
@@ -153,16 +156,16 @@ class _Lockstep(Ledger):
             self._next, self._start = first.batch, first.start
             self._held.clear()
 
-    def _view(self, num_batches: int | None, num_samples: int | None) -> LedgerView:
+    def view(self) -> LedgerView:
         held = tuple(self._held.values())
         return LedgerView(
             rank=self._rank,
             size=self._size,
             num_done=self._next - len(held),
             num_leased=len(held),
-            num_pending=None if num_batches is None else num_batches - self._next,
-            samples_done=self._start - sum(portion.total for portion in held),
-            num_samples=num_samples,
+            num_pending=None if self.num_batches is None else self.num_batches - self._next,
+            samples_done=self._start - sum(batch_slice.total for batch_slice in held),
+            num_samples=self.num_samples,
             held=held,
         )
 
@@ -173,6 +176,9 @@ class Dealt(_Lockstep):
     Its samples do not depend on the number of workers. No padding, no duplicates: the last batch is shorter, or left
     out with `drop_last`. Batches before `begin` are done. Nothing blocks.
     """
+
+    num_batches: int
+    num_samples: int
 
     def __init__(
         self,
@@ -196,9 +202,6 @@ class Dealt(_Lockstep):
 
     def _total(self) -> int | None:
         return min(self._global_batch, self.num_samples - self._start) or None
-
-    def view(self) -> LedgerView:
-        return self._view(self.num_batches, self.num_samples)
 
 
 class Streamed(_Lockstep):
@@ -228,9 +231,6 @@ class Streamed(_Lockstep):
     def release(self) -> None:
         super().release()
         self._totals = iter(())  # drops the reader, and its process
-
-    def view(self) -> LedgerView:
-        return self._view(None, None)
 
 
 def num_batches(num_samples: int, global_batch: int, drop_last: bool) -> int:

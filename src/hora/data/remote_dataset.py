@@ -14,6 +14,7 @@ prefetch do so in worker processes, each with a connection of its own. Each samp
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import select
@@ -41,8 +42,8 @@ log = logging.getLogger(__name__)
 PURPOSE = "samples"
 SLOW_S = 10.0  # a longer wait is logged
 MAX_REQUEST_BYTES = 256 << 20
-_ASK = struct.Struct("<I")
-_ANSWER = struct.Struct("<IQ")
+_REQUEST = struct.Struct("<I")
+_RESPONSE = struct.Struct("<IQ")
 
 
 class SampleExchange:
@@ -96,12 +97,12 @@ class SampleExchange:
     def _serve(self, sock: socket.socket) -> None:
         try:
             while True:
-                (length,) = _ASK.unpack(recv_exactly(sock, _ASK.size))
+                (length,) = _REQUEST.unpack(recv_exactly(sock, _REQUEST.size))
                 if length > MAX_REQUEST_BYTES:
                     raise ValueError(f"request of {length} bytes")
-                number, numbers = msgspec.msgpack.decode(recv_exactly(sock, length), type=tuple[int, list[int]])
-                head, body = self._read(number, numbers)
-                sock.sendall(_ANSWER.pack(len(head), len(body)) + head)
+                number, indices = msgspec.msgpack.decode(recv_exactly(sock, length), type=tuple[int, list[int]])
+                head, body = self._read(number, indices)
+                sock.sendall(_RESPONSE.pack(len(head), len(body)) + head)
                 sock.sendall(body)
         except (OSError, ValueError, msgspec.MsgspecError) as problem:
             if not isinstance(problem, ConnectionError):
@@ -111,10 +112,10 @@ class SampleExchange:
             with self._lock:
                 self._connections.discard(sock)
 
-    def _read(self, number: int, numbers: list[int]) -> tuple[bytes, bytes]:
+    def _read(self, number: int, indices: list[int]) -> tuple[bytes, bytes]:
         try:
             offered, collate = self._offered[number]
-            return pack(collate(offered.__getitems__(numbers)))
+            return pack(collate(offered.__getitems__(indices)))
         except Exception as error:  # the dataset's own, of any kind: raised by the rank that asked
             text = f"rank {self._context.rank} could not send samples: {type(error).__name__}: {error}"
             return msgspec.msgpack.encode([text, None]), b""
@@ -200,16 +201,16 @@ class ServedDataset:
     def __len__(self) -> int:
         return self._length
 
-    def __getitems__(self, numbers: list[int]) -> list[Any]:
+    def __getitems__(self, indices: list[int]) -> list[Any]:
         if self._pid != os.getpid():
-            self._renew()  # the parent's may have been held by another thread at the fork
+            self._renew()  # another thread of the parent may have held its lock at the fork
         with self._lock:
             if hasattr(self.dataset, "__getitems__"):
-                return self.dataset.__getitems__(numbers)
-            return [self.dataset[number] for number in numbers]
+                return self.dataset.__getitems__(indices)
+            return [self.dataset[index] for index in indices]
 
-    def __getitem__(self, number: int) -> Any:
-        return self.__getitems__([number])[0]
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"dataset": self.dataset, "_length": self._length}
@@ -219,46 +220,41 @@ class ServedDataset:
         self._renew()
 
 
+@dataclasses.dataclass(eq=False)
 class RemoteDataset:
-    """The dataset of another rank. It returns whole collated batches: use `as_is` to collate them."""
+    """The dataset of the rank `source`. It returns whole collated batches: use `as_is` to collate them."""
 
-    def __init__(
-        self, address: tuple[str, int], token: bytes, number: int, source: int, num_samples: int, timeout_s: float
-    ) -> None:
-        self._address = address
-        self._token = token
-        self._number = number
-        self._source = source
-        self._length = num_samples
-        self._timeout_s = timeout_s
-        self._sock: socket.socket | None = None
-        self._pid = 0
+    address: tuple[str, int]
+    token: bytes = dataclasses.field(repr=False)
+    number: int  # of the loader
+    source: int
+    num_samples: int
+    timeout_s: float
+    _sock: socket.socket | None = None
+    _pid: int = 0  # of the process that has connected
 
     def __len__(self) -> int:
-        return self._length
+        return self.num_samples
 
-    def __getitem__(self, number: int) -> Any:
-        return self.__getitems__([number])
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])
 
-    def __getitems__(self, numbers: list[int]) -> Any:
+    def __getitems__(self, indices: list[int]) -> Any:
         self.connect()
         assert self._sock is not None
-        body = msgspec.msgpack.encode([self._number, numbers])
+        body = msgspec.msgpack.encode([self.number, indices])
         try:
-            self._sock.settimeout(self._timeout_s)
-            self._sock.sendall(_ASK.pack(len(body)) + body)
+            self._sock.settimeout(self.timeout_s)
+            self._sock.sendall(_REQUEST.pack(len(body)) + body)
             self._await()
-            head_bytes, body_bytes = _ANSWER.unpack(recv_exactly(self._sock, _ANSWER.size))
+            head_bytes, body_bytes = _RESPONSE.unpack(recv_exactly(self._sock, _RESPONSE.size))
             head, data = recv_exactly(self._sock, head_bytes), recv_exactly(self._sock, body_bytes)
         except TimeoutError:
             self.close()
-            raise Timeout(f"rank {self._source} has sent no samples for {self._timeout_s:.0f} s") from None
+            raise Timeout(f"rank {self.source} has sent no samples for {self.timeout_s:.0f} s") from None
         except OSError as problem:
             self.close()
-            raise PeerLost(
-                f"rank {self._source}, which has the dataset (source={self._source}), has ended: {problem}",
-                (self._source,),
-            ) from None
+            raise PeerLost(f"rank {self.source}, which has the dataset, has ended: {problem}", (self.source,)) from None
         error, batch = unpack(head, data)
         if error:
             raise HoraError(error)
@@ -272,10 +268,10 @@ class RemoteDataset:
         poller.register(self._sock, select.POLLIN)
         while not poller.poll(patience * 1000):
             waited = time.monotonic() - started
-            if waited >= self._timeout_s:
+            if waited >= self.timeout_s:
                 raise TimeoutError
-            log.warning("waited %.0f s for samples of rank %d", waited, self._source)
-            patience = min(2 * patience, max(0.1, self._timeout_s - waited))
+            log.warning("waited %.0f s for samples of rank %d", waited, self.source)
+            patience = min(2 * patience, max(0.1, self.timeout_s - waited))
 
     def connect(self) -> None:
         """Connects, unless this process has done so: an inherited connection is its parent's."""
@@ -284,9 +280,9 @@ class RemoteDataset:
         if self._sock is not None:
             self._sock.close()
         try:
-            self._sock = connect(self._address, self._token, PURPOSE, min(30.0, self._timeout_s))
+            self._sock = connect(self.address, self.token, PURPOSE, min(30.0, self.timeout_s))
         except HoraError as problem:
-            raise PeerLost(f"rank {self._source} sends no samples any more: {problem}", (self._source,)) from None
+            raise PeerLost(f"rank {self.source} sends no samples any more: {problem}", (self.source,)) from None
         self._pid = os.getpid()
 
     def close(self) -> None:
@@ -299,8 +295,8 @@ class RemoteDataset:
 
 
 def _finished_key(rank: int) -> str:
-    """A key of the coordinator's, as the warning of a source that waits long prints it."""
-    return f"rank {rank} has read its last samples"
+    """The coordinator's key that says that this rank reads no more; a source that waits long prints it."""
+    return f"samples/read by rank {rank}"
 
 
 def as_is(batch: Any) -> Any:

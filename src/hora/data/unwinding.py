@@ -1,8 +1,7 @@
-"""Unwinding: a generator that is closed finds out whether its loop was left by `break` or by an exception.
+"""Tells a generator that is being closed whether its loop was left by `break` or by an exception.
 
-Python closes the iterator of a `for` loop the same way in both cases, and hides the exception while it does. But an
-exception leaves a trace before it unwinds a frame: a traceback that points to the very instruction at which the frame
-stands. A frame that stands at a `break` has none.
+Python closes the iterator of a `for` loop the same way in both cases, and hides the exception meanwhile. But before an
+exception unwinds a frame, a traceback points to the frame's current instruction; after a `break` there is none.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ _CO_GENERATOR = 0x20
 
 
 def by_exception(closing: GeneratorExit) -> bool:
-    """Called in a generator, as it handles `closing`: whether an exception is on its way through the code that
-    iterated it. Generators that were wrapped around it are closed first and looked through."""
+    """Call it in a generator that handles `closing`: whether an exception is unwinding the code that iterated it.
+    Generators that wrap this one are closed first, and skipped here."""
     if closing.__context__ is not None:
-        return True  # closed by hand while one is being handled
+        return True  # closed explicitly while an exception is handled
     frame: FrameType | None = sys._getframe(1).f_back
     while frame is not None:
         if not _has_raised(frame):
@@ -33,8 +32,8 @@ def by_exception(closing: GeneratorExit) -> bool:
 
 
 def _has_raised(frame: FrameType) -> bool:
-    """Whether an exception passes this frame: a traceback points to where it stands now. An instruction that drops its
-    iterator, for a `break` or a `return`, raises none, so there is no need to search."""
+    """Whether an exception unwinds this frame: a traceback points to its current instruction. An instruction that drops
+    the iterator, for a `break` or a `return`, raises none, so the search is skipped."""
     if frame.f_code.co_code[frame.f_lasti] in _DROPS:
         return False
     return any(
@@ -44,6 +43,6 @@ def _has_raised(frame: FrameType) -> bool:
 
 
 def _is_closed(frame: FrameType) -> bool:
-    """Whether this is a generator that stands at a `yield`: what passes it is its own GeneratorExit."""
+    """Whether this is a generator at a `yield`: what unwinds it is its own GeneratorExit."""
     code = frame.f_code
     return bool(code.co_flags & _CO_GENERATOR) and code.co_code[frame.f_lasti] in _YIELDS

@@ -42,13 +42,7 @@ class Job:
     predictor `rank` is None and `group` has this process only; it does not return from `prepare`.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        world: World,
-        strategy: Strategy,
-        on_nonfinite: str | None = None,
-    ) -> None:
+    def __init__(self, context: RunContext, world: World, strategy: Strategy, on_nonfinite: str | None = None) -> None:
         # None in servers and predictors, whose user code never runs beyond `prepare`: typed as for workers.
         self.rank: int = context.rank if context.role == "worker" else None  # type: ignore[assignment]
         self.size = context.size
