@@ -230,7 +230,7 @@ def a_blob_of_a_terabyte(address: tuple[str, int], hello: messages.WorkerHello) 
 
 def memory_that_is_nowhere(address: tuple[str, int], hello: messages.WorkerHello) -> None:
     line = line_to(address)
-    line.send(messages.WorkerHello(7, "rank 7", hello.fingerprint, hello.entries, "nowhere", "nothing"))
+    line.send(messages.WorkerHello(7, "rank 7", hello.fingerprint, hello.entries, "nowhere"))
     assert isinstance(hears(line)[-1], messages.ServerError)
 
 

@@ -290,7 +290,7 @@ def steep(one: Training, steps: int, spoilt: int = -1) -> tuple[torch.Tensor, to
         optimizer.step()
         optimizer.zero_grad()
     (link,) = one.sync._client.connections
-    return -model.weight.detach().view(-1), link.residuals.get(0, torch.zeros(64)).clone()
+    return -model.weight.detach().view(-1), link.codec.residuals.get(0, torch.zeros(64)).clone()
 
 
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 2)], ids=["1+1", "2+1"])
@@ -324,7 +324,9 @@ def test_a_restored_run_owes_nothing() -> None:
         sync = one.sync
         kept = {name: p.detach().clone() for name, p in zip(sync.registry.names, sync.registry.parameters, strict=True)}
         sync.restore(Snapshot(kept, {}, [{}]))
-        return sum((owed for link in sync._client.connections for owed in link.residuals.values()), torch.zeros(64))
+        return sum(
+            (owed for link in sync._client.connections for owed in link.codec.residuals.values()), torch.zeros(64)
+        )
 
     assert not any(bool(owed.any()) for owed in run((0, 1), work))
 

@@ -213,7 +213,7 @@ class ServerClient(ConnectionPool):
             return
         if connection.codec.num_bytes(chunk, connection.codec.name) is not None:
             message.wire = connection.codec.name
-            data = connection.encode(chunk, data, [b for b, has in zip(chunk.blocks, have, strict=True) if has])
+            data = connection.codec.encode(chunk, data, [b for b, has in zip(chunk.blocks, have, strict=True) if has])
             plain_bytes = len(data)
         self.pushed_bytes += plain_bytes + row_bytes
         self.send(connection, message, data, connection.socket_for(chunk))
@@ -259,7 +259,7 @@ class ServerClient(ConnectionPool):
             return
         self.lags.append(ready.lag)
         connection.read(ready)
-        connection.settle(ready.chunk, applied=not ready.skipped and not ready.dropped)
+        connection.codec.settle(ready.chunk, applied=not ready.skipped and not ready.dropped)
         connection.outstanding.discard(ready.chunk)
         connection.readies.append(ready)
 
@@ -329,7 +329,8 @@ class ServerClient(ConnectionPool):
     def drop_step(self, step: int) -> None:
         """The current step will not take place: the servers cannot answer it, since one worker never pushed."""
         for connection in self.connections:
-            connection.drop_step()
+            connection.outstanding.clear()
+            connection.codec.drop_unanswered()
             self.send(connection, messages.DropStep(step))
 
     def _send_all(self, message: ServerMessage) -> None:
@@ -350,7 +351,7 @@ class ServerClient(ConnectionPool):
     def reset_error_feedback(self) -> None:
         """Discards what encoding has lost of gradients so far."""
         for connection in self.connections:
-            connection.reset_error_feedback()
+            connection.codec.reset()
 
     def load_state(self, server: int, blob: bytes) -> None:
         """Replaces one server's optimizer state."""

@@ -18,8 +18,20 @@ from .rows import from_bytes
 
 CHECK_EVERY = 1000  # reads that met a write, until the worker checks that the server is alive
 
+PARAMETERS_KEY = "parameters"  # under which a server offers the memory of its parameters
+
 Targets = Callable[[ParameterBlock], torch.Tensor]
 Check = Callable[[], None]
+
+
+def gradients_key(server: int) -> str:
+    """Under which a worker offers the memory of its gradients."""
+    return f"gradients-{server}"
+
+
+def copy_key(worker: int) -> str:
+    """Under which a server offers a worker's private copy of the parameters."""
+    return f"copies-{worker}"
 
 
 class PartConnection:
@@ -79,8 +91,6 @@ class ServerConnection(PartConnection):
         self.blob: bytearray | None = None
         self.row_buffers: dict[int, torch.Tensor] = {}  # by the number of their Lookup
         self.num_retries = 0  # reads that met a write
-        self.residuals: dict[int, torch.Tensor] = {}  # by chunk: error feedback, what encoding has lost so far
-        self._previous: dict[int, torch.Tensor | None] = {}  # the same before pushes that have not been answered
         self._parameter_views: list[list[torch.Tensor]] = []
         self._targets = targets
         self._check = check
@@ -104,42 +114,10 @@ class ServerConnection(PartConnection):
             return memoryview(self.blob)
         raise HoraError(f"server {self.number} sent {num_bytes} unexpected bytes after a {type(message).__name__}")
 
-    # -- encoding ------------------------------------------------------------------------------------------------------
-
     @property
     def encodes(self) -> bool:
         """Whether gradients are encoded: not where the server reads them in place."""
         return not self.shared and self.codec.name != "fp32"
-
-    def encode(self, chunk: Chunk, memory: torch.Tensor, blocks: Sequence[ParameterBlock]) -> torch.Tensor:
-        """The gradients of these blocks in bytes, with what earlier encodings have lost."""
-        self._previous[chunk.number] = self.residuals.get(chunk.number)
-        itemsize = self.dtype(chunk).itemsize
-        starts = [(block.offset - chunk.offset) // itemsize for block in blocks]
-        spans = [slice(start, start + block.numel) for start, block in zip(starts, blocks, strict=True)]
-        return self.codec.encode(chunk, memory, spans, self.residuals)
-
-    def settle(self, chunk: int, applied: bool) -> None:
-        """A push was applied, or it was dropped: then the residual before it holds again."""
-        if chunk not in self._previous:
-            return
-        previous = self._previous.pop(chunk)
-        if not applied and previous is None:
-            del self.residuals[chunk]
-        elif not applied and previous is not None:
-            self.residuals[chunk] = previous
-
-    def drop_step(self) -> None:
-        """No push that is not answered yet was applied."""
-        self.outstanding.clear()
-        for chunk in list(self._previous):
-            self.settle(chunk, applied=False)
-
-    def reset_error_feedback(self) -> None:
-        self.residuals.clear()
-        self._previous.clear()
-
-    # -- reading -------------------------------------------------------------------------------------------------------
 
     def dtype(self, chunk: Chunk) -> torch.dtype:
         return self._dtypes[chunk.blocks[0].index]

@@ -7,7 +7,6 @@ import abc
 import contextlib
 import functools
 import logging
-import secrets
 import select
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from ..rendezvous.context import RunContext
 from ..transport.base import NOTICE_S, SLICE_S, SLOW_S
 from ..transport.tcp import tune
 from . import messages
-from .connection import Check, ServerConnection, Targets
+from .connection import PARAMETERS_KEY, Check, ServerConnection, Targets, copy_key, gradients_key
 from .layout import BlockLayout
 from .loop import PURPOSE, local_address
 from .messages import ChunkReady, ServerMessage
@@ -105,11 +104,12 @@ class ConnectionPool(abc.ABC):
     def _connect(
         self, connection: ServerConnection, address: tuple[str, int], passing: str, entries: list[list[Any]]
     ) -> None:
-        key = self._offer_gradients(connection) if passing and self._is_local(passing) else ""
+        if passing and self._is_local(passing):
+            self._offer_gradients(connection)
         if not connection.shared:
             connection.use_gradients(connection.allocate())
         own = self._passing.address if connection.shared and self._passing else ""
-        hello = messages.WorkerHello(self._context.rank, self._context.name, self.layout.fingerprint, entries, own, key)
+        hello = messages.WorkerHello(self._context.rank, self._context.name, self.layout.fingerprint, entries, own)
         self._open(connection, address, passing).send(hello)
         reply = self.receive(connection, messages.Welcome, messages.Refused)
         if isinstance(reply, messages.Refused):
@@ -117,12 +117,13 @@ class ConnectionPool(abc.ABC):
         assert isinstance(reply, messages.Welcome)
         if connection.shared:
             assert self._passing is not None
-            descriptor = self._passing.fetch(reply.passing, reply.mine or reply.key)
+            key = copy_key(self._context.rank) if reply.private else PARAMETERS_KEY
+            descriptor = self._passing.fetch(reply.passing, key)
             connection.use_parameters(connection.allocate(descriptor=descriptor))
             connection.parameters.close()
-            self._passing.withdraw(key)
+            self._passing.withdraw(gradients_key(connection.number))
             connection.gradients.close()
-            connection.private = bool(reply.mine)
+            connection.private = reply.private
         else:
             connection.use_parameters(connection.allocate())
             connection.private = True
@@ -138,19 +139,17 @@ class ConnectionPool(abc.ABC):
             return False
         return True
 
-    def _offer_gradients(self, connection: ServerConnection) -> str:
-        """Allocates gradients that the server can map; the key to fetch them by, empty if there is no memory."""
+    def _offer_gradients(self, connection: ServerConnection) -> None:
+        """Allocates gradients that the server can map, if there is memory."""
         assert self._passing is not None
         try:
             connection.use_gradients(connection.allocate(shared=True))
         except OutOfMemory as problem:
             log.warning("rank %d: no shared memory for gradients, so they go over TCP: %s", self._context.rank, problem)
-            return ""
+            return
         assert connection.gradients.descriptor is not None
-        key = f"gradients-{secrets.token_hex(4)}"
-        self._passing.offer(key, connection.gradients.descriptor)
+        self._passing.offer(gradients_key(connection.number), connection.gradients.descriptor)
         connection.shared = True
-        return key
 
     def _open(self, connection: ServerConnection, address: tuple[str, int], passing: str = "") -> MessageSocket:
         if connection.shared:

@@ -34,6 +34,7 @@ from ..rendezvous.context import RunContext
 from ..transport.tcp import tune
 from . import messages
 from .block_memory import BlockMemory
+from .connection import PARAMETERS_KEY, copy_key
 from .layout import BlockLayout
 from .messages import ChunkReady, ServerMessage
 from .push_codec import PushCodec
@@ -139,7 +140,7 @@ class ServerLoop:
         with contextlib.suppress(OSError):
             self._passing = FdPassing(context.token, context.timeout_s) if memory.descriptor is not None else None
         if self._passing is not None and memory.descriptor is not None:
-            self._passing.offer("parameters", memory.descriptor)
+            self._passing.offer(PARAMETERS_KEY, memory.descriptor)
         family = socket.AF_INET6 if ":" in context.bind else socket.AF_INET
         sock = socket.create_server((context.bind, 0), family=family, backlog=128)
         address = f"{context.bind} {sock.getsockname()[1]} {self._passing.address if self._passing else '-'}"
@@ -304,7 +305,7 @@ class ServerLoop:
             for connection in session.sockets:
                 self._unregister(connection)
             if self._passing is not None:
-                self._passing.withdraw(f"copies-{worker}")
+                self._passing.withdraw(copy_key(worker))
             session.close()
         if self.server.rules.mode != "sync" or worker not in self._launched:
             self._send(self.server.leave(worker))
@@ -360,19 +361,15 @@ class ServerLoop:
             self.server.join(worker)
         self._alive.add(worker)
         session.open(hello, self._passing)
-        mine = ""
-        if self.server.rules.private_copies or not session.shared:
+        private = self.server.rules.private_copies
+        if private or not session.shared:
             flats, descriptor = session.make_copies()
             self.server.store.set_copy(worker, flats)
             if descriptor is not None:
                 assert self._passing is not None
-                mine = f"copies-{worker}"
-                self._passing.offer(mine, descriptor)
-        if session.shared:
-            assert self._passing is not None
-            connection.send(messages.Welcome(self._passing.address, "parameters", mine))
-        else:
-            connection.send(messages.Welcome())
+                self._passing.offer(copy_key(worker), descriptor)
+        address = self._passing.address if session.shared and self._passing is not None else ""
+        connection.send(messages.Welcome(address, private))
 
     def _payload_buffer(self, connection: MessageSocket, message: ServerMessage, num_bytes: int) -> memoryview:
         """Where the bytes that follow a message go."""

@@ -17,14 +17,13 @@ class ServerMessage(msgspec.Struct, tag_field="do", array_like=True):
 class WorkerHello(ServerMessage, tag="hello"):
     """The first message on a worker's main connection. The server compares `entries`, the model's, with its own.
 
-    `passing` and `key` tell where the server can map the worker's gradients; empty if they come over the connection."""
+    `passing`: the address of the worker's FdPassing, if it shares its gradients' memory."""
 
     worker: int
     name: str
     fingerprint: str
     entries: list[list[Any]]
     passing: str = ""
-    key: str = ""
 
 
 class ExtraConnection(ServerMessage, tag="extra"):
@@ -142,12 +141,10 @@ class WorkerBye(ServerMessage, tag="bye"):
 
 
 class Welcome(ServerMessage, tag="welcome"):
-    """`passing` and `key`: where the worker can map the parameters, `mine`: its private copy of them. Empty if they
-    come over the connection."""
+    """`passing`: the address of the server's FdPassing, if it shares memory. `private`: with this worker alone."""
 
     passing: str = ""
-    key: str = ""
-    mine: str = ""
+    private: bool = False
 
 
 class Refused(ServerMessage, tag="refused"):

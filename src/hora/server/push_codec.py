@@ -16,14 +16,17 @@ import torch
 
 from ..compression.codec import Codec
 from ..errors import HoraError
-from .layout import Chunk, ServerPart
+from .layout import Chunk, ParameterBlock, ServerPart
 
 
 class PushCodec:
-    """One server and its workers use the same: `codec` of this name, or None to send plain bytes."""
+    """One server and its workers use the same `codec` of this name, or None to send plain bytes. On a worker it also
+    keeps the residuals: error feedback, what encoding has lost so far."""
 
     def __init__(self, name: str, codec: Codec | None, part: ServerPart, dtypes: Sequence[torch.dtype]) -> None:
         self.name = name
+        self.residuals: dict[int, torch.Tensor] = {}  # by chunk
+        self._previous: dict[int, torch.Tensor | None] = {}  # the same before pushes that have not been settled
         self._codec = codec
         self._dtypes = [dtypes[chunk.blocks[0].index] for chunk in part.chunks]
         self._num_bytes = [self._measure(chunk) for chunk in part.chunks]
@@ -48,21 +51,41 @@ class PushCodec:
         except ValueError as problem:
             raise HoraError(f"push of chunk {chunk.number} cannot be decoded: {problem}") from None
 
-    def encode(
-        self, chunk: Chunk, memory: torch.Tensor, blocks: Sequence[slice], residuals: dict[int, torch.Tensor]
-    ) -> torch.Tensor:
-        """The gradients in `memory` plus the chunk's residual, in bytes. `residuals` gets what this encoding loses,
-        in a new tensor, so that a caller can go back to the old one. `blocks` are the elements that have a gradient;
-        nothing is sent or kept of the others. Gradients that are not finite leave the residual as it was."""
+    def encode(self, chunk: Chunk, memory: torch.Tensor, blocks: Sequence[ParameterBlock]) -> torch.Tensor:
+        """The gradients in `memory` plus the chunk's residual, in bytes. `blocks` have a gradient; nothing is sent or
+        kept of the others. Gradients that are not finite leave the residual as it was."""
         assert self._codec is not None
-        vector = memory.view(self._dtypes[chunk.number]).float()
-        known = residuals.get(chunk.number)
-        residual = residuals[chunk.number] = torch.zeros_like(vector) if known is None else known.clone()
-        for block in blocks:
-            vector[block] += residual[block]
+        dtype = self._dtypes[chunk.number]
+        vector = memory.view(dtype).float()
+        starts = [(block.offset - chunk.offset) // dtype.itemsize for block in blocks]
+        spans = [slice(start, start + block.numel) for start, block in zip(starts, blocks, strict=True)]
+        previous = self._previous[chunk.number] = self.residuals.get(chunk.number)
+        residual = torch.zeros_like(vector) if previous is None else previous.clone()
+        for span in spans:
+            vector[span] += residual[span]
         data = self._codec.encode(vector)
         lost = vector - self._codec.decode(data, len(vector))
         if bool(lost.isfinite().all()):
-            for block in blocks:
-                residual[block] = lost[block]
+            for span in spans:
+                residual[span] = lost[span]
+        self.residuals[chunk.number] = residual
         return data
+
+    def settle(self, chunk: int, applied: bool) -> None:
+        """A push was applied, or it was dropped: then the residual before it holds again."""
+        if chunk in self._previous:
+            previous = self._previous.pop(chunk)
+            if not applied and previous is None:
+                del self.residuals[chunk]
+            elif not applied and previous is not None:
+                self.residuals[chunk] = previous
+
+    def drop_unanswered(self) -> None:
+        """No push that is not settled yet was applied."""
+        for chunk in list(self._previous):
+            self.settle(chunk, applied=False)
+
+    def reset(self) -> None:
+        """Discards all residuals."""
+        self.residuals.clear()
+        self._previous.clear()

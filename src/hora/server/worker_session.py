@@ -11,7 +11,7 @@ from ..net.fd_passing import FdPassing
 from ..net.message_socket import MessageSocket
 from ..net.tensor_bytes import tensor_bytes
 from .block_memory import BlockMemory
-from .connection import PartConnection
+from .connection import PartConnection, gradients_key
 from .embedding_table import TableSpec
 from .layout import Chunk, ServerPart
 from .messages import ChunkReady, FillParameters, LoadState, Push, PutBlob, ServerMessage, WorkerHello
@@ -55,7 +55,9 @@ class WorkerSession(PartConnection):
         if passing is None:
             raise HoraError(f"{hello.name} offers shared memory, which this server cannot map")
         try:
-            self.use_gradients(self.allocate(descriptor=passing.fetch(hello.passing, hello.key, FETCH_S)))
+            self.use_gradients(
+                self.allocate(descriptor=passing.fetch(hello.passing, gradients_key(self._server), FETCH_S))
+            )
             self.gradients.close()
         except (OSError, ValueError) as problem:
             raise HoraError(f"{hello.name} offers memory that cannot be mapped: {problem}") from None

@@ -101,16 +101,16 @@ def test_a_folded_step_that_was_dropped_may_begin_again_and_circles_end() -> Non
 # -- encoded ---------------------------------------------------------------------------------------------------------
 
 
-def guest_of(rules: Rules) -> tuple[WorkerSession, Any, socket.socket]:
+def session_of(rules: Rules) -> tuple[WorkerSession, Any, socket.socket]:
     parameter = torch.nn.Parameter(torch.zeros(4096))
     part = cut([parameter], [torch.optim.SGD([parameter], lr=1.0)], 1, 1 << 20).parts[0]
     mine, theirs = socket.socketpair()
     line = MessageSocket(mine, lambda *_: memoryview(b""), bytes, bytes)
-    guest = WorkerSession(
+    session = WorkerSession(
         0, line, part, [torch.float32], PushCodec(rules.wire, rules.codec, part, [torch.float32]), 0, 1024
     )
-    guest.open(WorkerHello(0, "rank 0", "", []), None)
-    return guest, part.chunks[0], theirs
+    session.open(WorkerHello(0, "rank 0", "", []), None)
+    return session, part.chunks[0], theirs
 
 
 @pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "topk"])
@@ -118,19 +118,19 @@ def test_an_encoded_push_of_the_wrong_length_is_refused_and_nothing_is_allocated
     wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules = Rules(wire=wire)
-    guest, _, _other = guest_of(rules)
+    session, _, _other = session_of(rules)
     assert rules.codec is not None
     right = rules.codec.num_bytes(4096)
     push = Push(0, 0, [0], wire=wire)
-    room = guest.payload_buffer(push, right)
+    room = session.payload_buffer(push, right)
     assert len(room) == right  # in the chunk's own place
     for wrong in (right - 1, right + 1, 4096 * 4, 1 << 50):
         with pytest.raises(HoraError, match="no place"):
-            guest.payload_buffer(push, wrong)
+            session.payload_buffer(push, wrong)
     for other in ("fp32", "int4", *({"fp16", "int8"} - {wire})):
         with pytest.raises(HoraError, match="no place"):
-            guest.payload_buffer(Push(0, 0, [0], wire=other), right)
-    fresh, _, _end = guest_of(rules)
+            session.payload_buffer(Push(0, 0, [0], wire=other), right)
+    fresh, _, _end = session_of(rules)
     monkeypatch.setattr(PushCodec, "decode", lambda *_: pytest.fail("decoded"))
     with pytest.raises(HoraError, match="wire="):
         fresh.gradients_of(push)  # nothing came behind it
@@ -139,39 +139,37 @@ def test_an_encoded_push_of_the_wrong_length_is_refused_and_nothing_is_allocated
 
 
 def test_topk_that_names_elements_that_do_not_exist_is_refused() -> None:
-    guest, _, _other = guest_of(Rules(wire="topk"))
+    session, _, _other = session_of(Rules(wire="topk"))
     push = Push(0, 0, [0], wire="topk")
-    room = guest.payload_buffer(push, 8 * 41)
+    room = session.payload_buffer(push, 8 * 41)
     room[:] = b"\x7f" * len(room)
     with pytest.raises(HoraError, match="cannot be decoded"):
-        guest.gradients_of(push)
+        session.gradients_of(push)
 
 
 def test_what_was_encoded_is_decoded_into_its_place() -> None:
     rules = Rules(wire="int8")
-    guest, chunk, _other = guest_of(rules)
-    wire = PushCodec("int8", rules.codec, guest.part, [torch.float32])
+    session, chunk, _other = session_of(rules)
+    wire = PushCodec("int8", rules.codec, session.part, [torch.float32])
     memory = BlockMemory(1, chunk.num_bytes)
     vector = memory.tensor(0, 4096, torch.float32)
     vector.copy_(torch.linspace(-1, 1, 4096))
-    errors: dict[int, torch.Tensor] = {}
-    data = wire.encode(chunk, memory.data[: chunk.num_bytes], [slice(0, 4096)], errors)
-    room = guest.payload_buffer(Push(0, 0, [0], wire="int8"), len(data))
+    data = wire.encode(chunk, memory.data[: chunk.num_bytes], chunk.blocks)
+    room = session.payload_buffer(Push(0, 0, [0], wire="int8"), len(data))
     room[:] = bytes(data.tolist())
-    (found,) = guest.gradients_of(Push(0, 0, [0], wire="int8"))
-    torch.testing.assert_close(found + errors[0], torch.linspace(-1, 1, 4096))
-    assert 0 < float(errors[0].abs().max()) < 0.01
+    (found,) = session.gradients_of(Push(0, 0, [0], wire="int8"))
+    torch.testing.assert_close(found + wire.residuals[0], torch.linspace(-1, 1, 4096))
+    assert 0 < float(wire.residuals[0].abs().max()) < 0.01
 
 
 def test_what_is_not_finite_leaves_no_error_behind() -> None:
     rules = Rules(wire="int8")
-    _, chunk, _other = guest_of(rules)
-    wire = PushCodec("int8", rules.codec, guest_of(rules)[0].part, [torch.float32])
+    _, chunk, _other = session_of(rules)
+    wire = PushCodec("int8", rules.codec, session_of(rules)[0].part, [torch.float32])
     memory = BlockMemory(1, chunk.num_bytes)
-    errors: dict[int, torch.Tensor] = {}
     memory.tensor(0, 4096, torch.float32).fill_(float("nan"))
-    wire.encode(chunk, memory.data[: chunk.num_bytes], [slice(0, 4096)], errors)
-    assert bool((errors[0] == 0).all())
+    wire.encode(chunk, memory.data[: chunk.num_bytes], chunk.blocks)
+    assert bool((wire.residuals[0] == 0).all())
 
 
 # -- vanished --------------------------------------------------------------------------------------------------------
