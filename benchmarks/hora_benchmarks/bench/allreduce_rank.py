@@ -57,7 +57,7 @@ def candidates(job: Job) -> tuple[list[Candidate], Callable[[], None]]:
 
 
 def _registered(group: Group, memory: RegisteredBuffer) -> torch.Tensor:
-    """What a training step does: reduce, read the result in place, and have the memory free for the next values."""
+    """As a training step does: reduce, read the result in place, and release the memory for the next values."""
     memory.claim()
     result = group.all_reduce_registered(memory)
     memory.release()
@@ -65,7 +65,7 @@ def _registered(group: Group, memory: RegisteredBuffer) -> torch.Tensor:
 
 
 def verify(group: Group, candidate: Candidate, data: Any, tensor: torch.Tensor, salt: int) -> None:
-    """One untimed call on values of its own; wrong sums end the benchmark."""
+    """One untimed call with checked sums; a wrong sum ends the benchmark."""
     if candidate.registered:
         data.claim()
     tensor.fill_(group.rank + salt)

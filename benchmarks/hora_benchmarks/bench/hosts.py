@@ -41,7 +41,7 @@ CALLS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much of it: `hosts` and `rate` of the first three parts, the picture has its own. Checked here."""
+    """Size of the benchmark: `hosts` and `rate` are of the first three parts; the picture has its own."""
 
     hosts: int = 4
     rate: str = "1gbit"
@@ -210,7 +210,7 @@ def measure_train(plan: Plan) -> tuple[list[Row], list[str]]:
 
 
 def _known(names: Sequence[str]) -> list[str]:
-    """Those that are strategies; the others are left out, and said so."""
+    """Those that are strategies; the others are left out with a message."""
     found = []
     for name in names:
         try:

@@ -34,10 +34,10 @@ class Ranks:
     size: int
 
     def reduce(self, tensor: torch.Tensor, algorithm: str) -> None:
-        raise NotImplementedError  # each system says how
+        raise NotImplementedError  # defined by each system
 
     def meet(self) -> None:
-        raise NotImplementedError  # each system says how
+        raise NotImplementedError  # defined by each system
 
     def end(self) -> None: ...
 

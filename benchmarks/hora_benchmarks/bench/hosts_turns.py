@@ -1,4 +1,4 @@
-"""Turns: what is compared in `hora bench hosts` is started side by side, and then measured one after the other.
+"""Turns of `hora bench hosts`: contestants are started side by side, then measured one after the other.
 
 R rounds, the order rotated from round to round, so that other load on the machine affects all alike. A call takes as
 long as its slowest rank.
@@ -37,7 +37,7 @@ def take(title: str, entries: Sequence[Entry], rounds: int) -> tuple[list[Row], 
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as stack:
         for pool in dict.fromkeys(entry.pool for entry in entries):
-            _say(f"{title}: starting {pool.name}")
+            _log(f"{title}: starting {pool.name}")
             stack.callback(pool.stop, 0.0)
             with _noting(pool, failures):
                 pool.start()
@@ -49,7 +49,7 @@ def take(title: str, entries: Sequence[Entry], rounds: int) -> tuple[list[Row], 
         rough_s = (time.monotonic() - started) * rounds
         for round in range(rounds):
             left = f", about {duration_text(rough_s)} in all" if round == 0 else ""
-            _say(f"{title}: round {round + 1} of {rounds}{left}")
+            _log(f"{title}: round {round + 1} of {rounds}{left}")
             first = round % len(entries)
             for index in (*range(first, len(entries)), *range(first)):
                 entry = entries[index]
@@ -97,5 +97,5 @@ def _noting(pool: ProcessPool, failures: dict[int, str]) -> Iterator[None]:
         failures[id(pool)] = str(error)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

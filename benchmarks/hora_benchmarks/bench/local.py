@@ -74,7 +74,7 @@ def contestant(name: str) -> Contestant:
 
 
 def names(text: str) -> list[str]:
-    """A list with commas; a part that is an option and no strategy belongs to the strategy before it."""
+    """Splits a list at commas; a part that is an option belongs to the strategy before it."""
     found: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         if found and "=" in part and ":" not in part:
@@ -129,7 +129,7 @@ def measure(
     with ending_on_signals(), where, contextlib.ExitStack() as stack:
         pools = {}
         for number, one in enumerate(those):
-            _say(f"{rate}: starting {one.name}")
+            _log(f"{rate}: starting {one.name}")
             pools[one.name] = pool = ProcessPool(
                 one.name, [_command(where, rank, number, one, model) for rank in range(size)]
             )
@@ -141,7 +141,7 @@ def measure(
             first = repeat % len(those)
             for one in (*those[first:], *those[:first]):
                 if one.name not in failures:
-                    _say(f"{rate}: repeat {repeat + 1} of {repeats}, {one.name}")
+                    _log(f"{rate}: repeat {repeat + 1} of {repeats}, {one.name}")
                     with _noting(one, failures):
                         request = {"lead": one.lead, "steps": one.every * one.rounds, "settle": one.lead > 0}
                         answers[one.name].append(pools[one.name].ask(request, TURN_S))
@@ -207,5 +207,5 @@ def _noting(one: Contestant, failures: dict[str, str]) -> Iterator[None]:
         failures[one.name] = str(error)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

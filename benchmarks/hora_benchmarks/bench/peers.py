@@ -49,7 +49,7 @@ def mpi() -> Call | None:
 
 
 def mpi_version() -> str | None:
-    """OpenMPI's or MPICH's own words, if mpirun and mpi4py are both there."""
+    """Version text of Open MPI or MPICH, if mpirun and mpi4py are installed."""
     if shutil.which("mpirun") is None:
         return None
     import subprocess

@@ -52,7 +52,7 @@ def main(
         our_names += [one.name for one in mine if one.name not in our_names]
         theirs, missing = ps_peers.contestants(list(peers), workers, size)
         notes |= dict.fromkeys(missing)
-        _say(f"{ps_table.params_text(size)} parameters: starting {len(mine) + len(theirs) + 1} contestants")
+        _log(f"{ps_table.params_text(size)} parameters: starting {len(mine) + len(theirs) + 1} contestants")
         those = [*mine, *theirs, ps_copy.contestant(workers, size)]
         results, failed = measure(those, rounds, seconds, resident=size <= RESIDENT_PARAMS)
         rows += [ps_table.row_of(those) for those in results.values() if those]
@@ -86,7 +86,7 @@ def measure(
                 with _noting(one, failures):
                     one.start()
         for round in range(rounds):
-            _say(f"round {round + 1} of {rounds}")
+            _log(f"round {round + 1} of {rounds}")
             first = round % len(those)
             for one in (*those[first:], *those[:first]):
                 if one.name not in failures:
@@ -106,5 +106,5 @@ def _noting(one: Contestant, failures: dict[str, str]) -> Iterator[None]:
         failures[one.name] = f"{one.name}: {error}"
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

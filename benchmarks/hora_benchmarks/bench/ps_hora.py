@@ -59,13 +59,13 @@ def main(workers: int, servers: int, params: int, strategy: str, how: str, optim
         for _ in range(workers):
             file = listener.accept()[0].makefile("rw")
             lines[json.loads(file.readline())["rank"]] = file
-        _say({"ready": True})
+        _log({"ready": True})
         for request in sys.stdin:
             for line in lines.values():
                 line.write(request)
                 line.flush()
             answers = [json.loads(lines[rank].readline()) for rank in sorted(lines)]
-            _say(
+            _log(
                 {
                     "updates_per_s": sum(answer["updates_per_s"] for answer in answers),
                     "latency_s": statistics.median(answer["latency_s"] for answer in answers),
@@ -77,7 +77,7 @@ def main(workers: int, servers: int, params: int, strategy: str, how: str, optim
         run.wait()
 
 
-def _say(answer: dict[str, object]) -> None:
+def _log(answer: dict[str, object]) -> None:
     print(json.dumps(answer), flush=True)
 
 

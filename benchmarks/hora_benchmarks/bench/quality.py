@@ -87,7 +87,7 @@ def main(
     failures: list[str] = []
     with ending_on_signals():
         for task, strategy, lr in _runs(tasks, sweep):
-            _say(f"{task}: {strategy}, learning rate {lr:g}")
+            _log(f"{task}: {strategy}, learning rate {lr:g}")
             those = [SWEEP_SEED] if sweep else list(range(1 if quick else seeds or SEEDS[task]))
             steps = QUICK_STEPS if quick else STEPS[task]
             try:
@@ -122,7 +122,7 @@ def measure(task: str, strategy: str, size: int, lr: float, steps: int, seeds: S
     return Row(task=task, strategy=strategy, workers=size, lr=lr, seeds=list(seeds), **found)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

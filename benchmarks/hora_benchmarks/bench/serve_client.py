@@ -1,4 +1,4 @@
-"""Clients of `hora bench serve`: each asks again and again on one connection, and notes when and how long it took."""
+"""Clients of `hora bench serve`: each sends requests on one connection and records when and how long each took."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ that other load on the machine affects all alike. A step takes as long as its sl
 
 from __future__ import annotations
 
-import difflib
 import json
 import pathlib
 import statistics
@@ -16,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+from hora.errors import did_you_mean
 from hora.launch.launched import ending_on_signals
 from hora.net.machine import machine_text, num_cores
 from hora.runs import exit_codes
@@ -56,14 +56,13 @@ def contestants(ranks: int) -> dict[str, Contestant]:
 
 
 def choose(ranks: int, names: Sequence[str] | None = None, *, everything: bool = False) -> list[Contestant]:
-    """Those with these names, or the most telling ones, or all. ValueError for a name that does not exist."""
+    """Those with these names, or the default selection, or all. Raises ValueError for an unknown name."""
     there = contestants(ranks)
     wanted = list(there) if everything else names or DEFAULT
     for name in wanted:
         if name not in there:
-            near = difflib.get_close_matches(name, there, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"nothing is called {name!r}; {hint}there are: {', '.join(there)}")
+            hint = did_you_mean(name, there)
+            raise ValueError(f"there is no contestant {name!r}; {hint}there are: {', '.join(there)}")
     return [there[name] for name in dict.fromkeys(wanted)]
 
 
@@ -114,7 +113,7 @@ def take(
         conductor = Conductor(those, model, folder)
         leave_s = 0.0  # an interrupted benchmark does not wait for ranks to leave
         try:
-            _say(
+            _log(
                 f"starting {sum(one.ranks for one in those)} processes; all together this takes roughly "
                 f"{duration_text(rough_duration_s(those, model, steps, rounds, warm_up))} where nothing else runs"
             )
@@ -122,7 +121,7 @@ def take(
             for one in those:
                 conductor.turn(one.name, warm_up)
             for round in range(rounds):
-                _say(f"round {round + 1} of {rounds}")
+                _log(f"round {round + 1} of {rounds}")
                 first = round % len(those)
                 for one in (*those[first:], *those[:first]):
                     answers = conductor.turn(one.name, steps)
@@ -183,5 +182,5 @@ def row_of(one: Contestant, model: str, batch_size: int, turns: Sequence[Sequenc
     }
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

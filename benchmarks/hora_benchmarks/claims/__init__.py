@@ -1,1 +1,1 @@
-"""Claims: what textbooks say of architectures, put to the test on this machine. `hora claims --list` names them all."""
+"""Claims of the textbooks about distributed training, tested on this machine. `hora claims --list` lists them."""

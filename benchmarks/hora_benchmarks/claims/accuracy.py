@@ -68,7 +68,7 @@ class Against:
 
     @property
     def undecided(self) -> bool:
-        """Whether chance could have turned it: neither part of the rule is clearly missed, nor both clearly met."""
+        """Whether chance could have decided: neither part of the rule is clearly missed, nor both clearly met."""
         low, high = min(self.by_run), max(self.by_run)
         if high < FASTER - CLOSE or is_clearly_not_lower(self.differences):
             return False
@@ -213,7 +213,7 @@ def _which(trading: Sequence[Against]) -> str:
 
 
 def _figures(those: Sequence[Against]) -> str:
-    """What decided, in few words."""
+    """The deciding numbers in a few words."""
     parts = []
     for number, each in enumerate(those):
         units = (" samples/s", " points") if not number else ("", "")

@@ -1,7 +1,7 @@
 """One worker of the claim `accuracy`: python -m hora_benchmarks.claims.accuracy_rank RESULT PLAN, a JSON `Plan`.
 
-It trains many small networks side by side in one run, so that all meet the very same race: those of all seeds and
-learning rates, without and with momentum. A network's learning rate multiplies its loss, which under SGD with a
+It trains many small networks side by side in one run, so that all see the same timing of workers: those of all seeds
+and learning rates, without and with momentum. A network's learning rate multiplies its loss, which under SGD with a
 constant rate is the same thing. Before each step the worker sleeps for a random time, in place of computing something
 large. Rank 0 copies the parameters that it has read now and then; only after the end is accuracy looked at.
 """

@@ -68,7 +68,7 @@ def measure(quick: bool) -> list[Row]:
     for repeat in range(how.repeats):
         modes = list(STRATEGIES)
         for mode in modes[repeat:] + modes[:repeat]:
-            _say(f"repeat {repeat + 1} of {how.repeats}: {STRATEGIES[mode]}, {how.workers} workers")
+            _log(f"repeat {repeat + 1} of {how.repeats}: {STRATEGIES[mode]}, {how.workers} workers")
             runs[mode].append(launch(mode, how.workers, plan(how, repeat)))
     return [*rows_of(runs, how), *sweep(how)]
 
@@ -168,7 +168,7 @@ def sweep(how: Size) -> list[Row]:
         fresh: list[float] = []
         for lag, correct in itertools.product(how.lags, CORRECTIONS):
             if lag or not fresh:
-                _say(f"sweep: momentum {momentum:g}, correct={correct}, lag {lag}")
+                _log(f"sweep: momentum {momentum:g}, correct={correct}, lag {lag}")
                 found = [train(momentum, correct, lag, seed, how.sweep_epochs) for seed in range(how.sweep_seeds)]
                 fresh = fresh or found
             rows.append({"kind": "sweep", "momentum": momentum, "correct": correct, "lag": lag,
@@ -176,5 +176,5 @@ def sweep(how: Size) -> list[Row]:
     return rows
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"   {text}", file=sys.stderr, flush=True)

@@ -101,7 +101,7 @@ def _progress(workers: Sequence[int], seeds: Sequence[int]) -> list[Row]:
     return rows
 
 
-# -- what the rows say -------------------------------------------------------------------------------------------------
+# -- evaluating the rows -----------------------------------------------------------------------------------------------
 
 Line = tuple[str, int]  # a mode and its number of servers
 

@@ -101,7 +101,7 @@ def measure(quick: bool) -> list[Row]:
     return rows
 
 
-# -- what the rows say -------------------------------------------------------------------------------------------------
+# -- evaluating the rows -----------------------------------------------------------------------------------------------
 
 
 def best_rates(rows: Sequence[Row]) -> list[float]:
@@ -198,7 +198,7 @@ def _warmup_text(rows: Sequence[Row]) -> str:
 
 
 def _plus_minus(points: float, error: float) -> str:
-    """What rounds to 0 has no sign."""
+    """A value that rounds to 0 gets no sign."""
     return f"{f'{points:+.1f}' if abs(points) >= 0.05 else '0.0'} ± {error:.1f}"
 
 

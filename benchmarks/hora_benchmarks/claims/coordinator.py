@@ -119,7 +119,7 @@ def set_up(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def _reports_text(rows: Sequence[Row]) -> str:
-    """What drives the reports: the clock."""
+    """Reports are sent by the clock."""
     watched = [row for row in rows if row["metrics"]]
     rate = statistics.median(
         repeat["by_kind"].get("report", [0, 0])[0] / repeat["seconds"] / (row["workers"] + row["servers"])
@@ -146,7 +146,7 @@ def _bare_text(rows: Sequence[Row]) -> str:
 
 
 def joined(row: Row) -> int:
-    """How many processes asked the coordinator to let them in, and were, before the first step."""
+    """How many processes joined the coordinator before the first step."""
     found: int = row["meeting"]["by_kind"].get("join", [0, 0])[0]
     return found
 
@@ -288,7 +288,7 @@ def _percent(value: float) -> str:
 
 
 def _percents(values: Sequence[float]) -> str:
-    """The median, and from where to where unless that is the same."""
+    """Median with least and greatest, unless these are equal."""
     middle, low, high = (f"{100 * of(values):.2g}" for of in (statistics.median, min, max))
     return f"{middle} %" if low == high else f"{middle} % ({low} to {high})"
 

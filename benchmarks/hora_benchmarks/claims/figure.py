@@ -1,4 +1,4 @@
-"""Figure: how the pictures of all claims are drawn: the same colours for the same things, a footer that says where."""
+"""Figure: draws the pictures of all claims, with one colour per strategy and a footer that names the machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOOTER = 7.5
 
 
 def save(claim: Claim, record: Record, path: pathlib.Path) -> str:
-    """Draws it as a PNG. What is missing, if it cannot be drawn here; empty if it was."""
+    """Draws a record as a PNG. Returns what is missing if it cannot be drawn, else an empty text."""
     try:
         import matplotlib
     except ImportError:

@@ -212,7 +212,7 @@ def _told(rows: Sequence[Row]) -> str:
 
 
 def _percent(values: Sequence[float]) -> str:
-    """The median in per cent, and from where to where."""
+    """Median in per cent, with least and greatest."""
     middle, low, high = (f"{100 * of(values):.0f}" for of in (statistics.median, min, max))
     return f"{middle} %" if len(values) == 1 else f"{middle} % ({low} to {high})"
 

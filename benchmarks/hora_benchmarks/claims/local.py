@@ -1,4 +1,4 @@
-"""Local: what rare rounds cost in quality and save in bytes, and how restless the averaged model is.
+"""Claim 8: rare rounds cost quality and save bytes; and how much the averaged model oscillates.
 
 Ring, Local SGD with H = 1 … 64 steps in a round, and DiLoCo with the outer momentum that docs/LOCAL.md recommends, with
 four workers (quick: two), on the tasks of `hora bench quality`: handwritten digits, three seeds, and a small character
@@ -74,7 +74,7 @@ def run(task: str, strategy: str, workers: int, steps: int, num_seeds: int) -> R
     return {"task": task, "strategy": strategy, "workers": workers, "lr": RATES[task], "steps": steps, **told}
 
 
-# -- what the rows say -------------------------------------------------------------------------------------------------
+# -- evaluating the rows -----------------------------------------------------------------------------------------------
 
 
 def interval(row: Row) -> int:
@@ -113,7 +113,7 @@ def worse(row: Row, ring: Row) -> float:
 
 
 def is_scattered(row: Row, ring: Row) -> bool:
-    """Whether other seeds might put it on the other side of the band's edge. Of one seed nothing is known."""
+    """Whether other seeds might put it on the other side of the band's edge. One seed says nothing about it."""
     found = differences(row, ring)
     if len(found) == 1:
         return False
@@ -151,7 +151,7 @@ def restlessness(row: Row, ring: Row, whose: str = "averaged") -> list[float]:
 
 
 def restless_word(times: Sequence[float]) -> str:
-    """Whether a model that oscillates so many times as much as the ring's, by seed, does so more or less."""
+    """In words: whether a model oscillates more or less than the ring's, from the ratios by seed."""
     if min(times) >= 1 - ALIKE and max(times) <= 1 + ALIKE:
         return EVEN
     if min(times) <= 1 <= max(times):
@@ -231,7 +231,7 @@ def _difference_text(rows: Sequence[Row], row: Row) -> str:
 
 
 def _signed(value: float) -> str:
-    """What rounds to 0 has no sign."""
+    """A value that rounds to 0 gets no sign."""
     return f"{value:+.1f}" if abs(value) >= 0.05 else "0.0"
 
 

@@ -1,4 +1,4 @@
-"""Memory: what a worker and a server need at most under each strategy, and what they need together.
+"""Claim 9: peak memory of a worker and of a server under each strategy, and of all processes together.
 
 20 layers of 1024 x 1024 (21 M parameters, float32) are trained by AdamW, fused, with batches so small that activations
 hardly count; every process has one thread. The same run with a model of two parameters tells what the process needs
@@ -93,7 +93,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _run(row: Row, layers: int, width: int) -> dict[str, Any]:
-    """What each process of one run needed, in the order of roles and ranks."""
+    """Peak memory of each process of one run, by role and rank."""
     from hora.launch.launched import launched
 
     from .process_memory import MemoryWatch
@@ -103,7 +103,7 @@ def _run(row: Row, layers: int, width: int) -> dict[str, Any]:
     options = ("--servers", str(row["servers"])) if row["servers"] else ()
     with MemoryWatch() as watch:
 
-        def hear(line: str) -> bool:
+        def on_line(line: str) -> bool:
             if LEAVES in line:
                 watch.stop()
             return LEAVES in line
@@ -117,7 +117,7 @@ def _run(row: Row, layers: int, width: int) -> dict[str, Any]:
             size=row["workers"],
             strategy=row["strategy"],
             options=options,
-            on_line=hear,
+            on_line=on_line,
         )
     seen = watch.footprints
     expected_seats = row["workers"] + row["servers"]
@@ -130,7 +130,7 @@ def _run(row: Row, layers: int, width: int) -> dict[str, Any]:
     return told
 
 
-# -- what the rows say -------------------------------------------------------------------------------------------------
+# -- evaluating the rows -----------------------------------------------------------------------------------------------
 
 
 def per_parameter(row: Row, role: str, kind: str = "own") -> list[float]:
@@ -165,7 +165,7 @@ def saves(needs: dict[str, float], setup: str) -> bool:
 
 
 def is_on_edge(ring: Row, row: Row) -> bool:
-    """Whether one repeat of each, against another, would be judged otherwise."""
+    """Whether single repeats would be judged differently."""
     there, here = per_parameter(ring, "worker"), per_parameter(row, "worker")
     return min(there) - max(here) < EVEN <= max(there) - min(here)
 
@@ -217,7 +217,7 @@ def _number(rows: Sequence[Row], setup: str) -> str:
 
 
 def _top_text(rows: Sequence[Row], setups: Sequence[str]) -> str:
-    """Whom the peak as top shows it would judge otherwise."""
+    """Setups that the peak as top shows it would judge differently."""
     needs, plain = needs_of(rows), needs_of(rows, "peak")
     otherwise = [setup for setup in setups if saves(plain, setup) != saves(needs, setup)]
     parts = []

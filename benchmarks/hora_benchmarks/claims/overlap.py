@@ -73,7 +73,7 @@ def measure(quick: bool) -> list[Row]:
 
 @contextlib.contextmanager
 def only(cores: int) -> Iterator[None]:
-    """Processes that are started in it may use so many of this one's cores at most, where the system can say so."""
+    """Processes that are started inside may use at most this many cores, if the system can limit them."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

@@ -70,14 +70,14 @@ def take(title: str, runs: Sequence[Run], rounds: int) -> list[list[list[Answer]
         program = [sys.executable, "-m", "hora_benchmarks.claims.paced_rank"]
         pool = ProcessPool(title, [[*where.command(rank, 0), *program] for rank in range(hosts)])
         try:
-            _say(f"{title}: starting {hosts} hosts")
+            _log(f"{title}: starting {hosts} hosts")
             pool.start()
             meeting = 0
             for round in range(rounds):
                 first = round * len(runs) // rounds
                 for index in (*range(first, len(runs)), *range(first)):
                     run = runs[index]
-                    _say(f"{title}: round {round + 1} of {rounds}, {_text(run)}")
+                    _log(f"{title}: round {round + 1} of {rounds}, {_text(run)}")
                     meeting += 1
                     found[index].append(pool.ask(_request(run, meeting), RUN_S)[: run.workers])
         finally:
@@ -94,7 +94,7 @@ def setting(varied: str = "") -> str:
 
 
 def busy_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How near the machine itself came to be what was waited for."""
+    """How busy the machine was: near 100 % the cores were the limit, not the links."""
     busiest = max(rows, key=lambda row: max(row["busy"]))
     return f"The cores were busy at most {100 * max(busiest['busy']):.0f} %, with {busiest['workers']} workers"
 
@@ -108,5 +108,5 @@ def _text(run: Run) -> str:
     return f"{run.how}, {run.workers} worker{'s' * (run.workers > 1)}{servers}"
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -51,7 +51,7 @@ def theory(micro_batches: int, stages: int = STAGES) -> float:
 
 
 def measure(quick: bool) -> list[Row]:
-    def hear(said: str) -> bool:
+    def on_line(said: str) -> bool:
         if f"] {ROUND} " in said:
             print(f"   pipeline: {said.partition('] ')[2]}", end="", file=sys.stderr, flush=True)
             return True
@@ -62,7 +62,7 @@ def measure(quick: bool) -> list[Row]:
         *(QUICK if quick else FULL),
         size=STAGES,
         strategy="ring",
-        on_line=hear,
+        on_line=on_line,
     )
     return rows
 

@@ -123,7 +123,7 @@ class Way:
             self.optimizer.zero_grad()
 
     def step(self) -> None:
-        raise NotImplementedError  # each way says how
+        raise NotImplementedError  # defined by each way
 
 
 class Pipeline(Way):

@@ -37,7 +37,7 @@ class Record:
         return f"{self.claim}-{self.cores}-cores{'-quick' if self.quick else ''}"
 
     def write(self, folder: pathlib.Path) -> pathlib.Path:
-        """Creates the folder if need be; the file appears whole or not at all."""
+        """Creates the folder if needed. The file is written atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         head = {name: value for name, value in vars(self).items() if name != "rows"}
         path = folder / f"{self.stem}.jsonl"
@@ -67,7 +67,7 @@ def measured(
 
 
 def read(path: pathlib.Path) -> Record:
-    """ValueError for what is no record."""
+    """Raises ValueError if the file is no record."""
     try:
         head, *rows = (json.loads(line) for line in path.read_text().splitlines())
         return Record(rows=rows, **head)

@@ -78,7 +78,7 @@ def links_s(run: paced.Run) -> float:
     return limits.ring_s(run.workers, paced.NUM_BYTES, bits_per_s) / paced.BUCKETS
 
 
-# -- what the rows say -------------------------------------------------------------------------------------------------
+# -- evaluating the rows -----------------------------------------------------------------------------------------------
 
 Line = tuple[str, int]  # a name and its number of servers, 0 for none
 

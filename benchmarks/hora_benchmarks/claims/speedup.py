@@ -173,7 +173,7 @@ def _torn_text(best: Mapping[str, Mapping[int, Row]]) -> str:
 
 
 def _model_text(rows: Sequence[Row], model: str, best: Mapping[int, Row]) -> str:
-    """Where it bends, what the fastest reaches with each number of workers, and who is to blame."""
+    """Where it bends, what the fastest reaches with each number of workers, and the cause."""
     bends = bend(best)
     where = bends or max(best)
     how = f"bends at {bends} workers" if bends else f"reaches {where} workers"
@@ -246,7 +246,7 @@ def _speeds(values: Sequence[float]) -> str:
 
 
 def _percent(values: Sequence[float]) -> str:
-    """The median in per cent, and from where to where."""
+    """Median in per cent, with least and greatest."""
     middle, low, high = (f"{100 * of(values):.0f}" for of in (statistics.median, min, max))
     return f"{middle} %" if len(values) == 1 else f"{middle} % ({low} to {high})"
 

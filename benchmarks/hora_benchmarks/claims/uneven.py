@@ -1,6 +1,6 @@
-"""Uneven: runs whose workers are not equally fast, through the real launcher. What the claims about slow workers share.
+"""Uneven: runs with workers of different speed, through the real launcher, for the claims about stragglers.
 
-How slow a worker is in each of its steps is said beforehand, as factors of the pace: the same ones for every strategy.
+How slow a worker is in each of its steps is fixed beforehand, as factors of the pace, the same for every strategy.
 What would be possible if no worker waited for another is then known exactly: the sum of the workers' own speeds.
 """
 
