@@ -111,7 +111,7 @@ class Listener:
     def arm(self) -> None:
         parameters = self.parameters
         order = self.backward.order
-        self.backward.arm(
+        self.backward.set_buckets(
             plan(order, parameters, lambda i: [ParameterShard(0, parameters[i].numel(), 0)], self.bucket_bytes)
         )
         self.news.clear()

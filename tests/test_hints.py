@@ -96,7 +96,7 @@ def test_steps_that_the_other_workers_do_not_take_are_refused() -> None:
             loss_of(model, part(one, batch(step))).backward()
             optimizer.step()
         one.depart(for_good=True)  # as at the script's end
-        one.linger()
+        one.stay()
 
     errors = trainings.fail(script, "shared")
     assert errors[0] == ""

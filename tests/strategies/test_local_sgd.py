@@ -1072,7 +1072,7 @@ def test_by_time_a_worker_that_gets_no_samples_of_an_epoch_keeps_nobody_waiting(
                 steps += 1
                 if steps == 1 and epoch == 0:
                     while loader.view().num_pending:  # rank 0 takes the others' blocks from the coordinator's book
-                        grabbed = loader.ledger._ask(ahead=False)
+                        grabbed = loader.ledger._request(ahead=False)
                         if not hasattr(grabbed, "name"):
                             break
                         loader.ledger.done(grabbed)

@@ -1,11 +1,10 @@
-"""Buckets: gradients on their way. A backward pass fills them in its own order; each leaves as soon as it is full.
+"""Buckets of gradients and the hooks on backward that fill them. Each bucket is reduced as soon as it is full.
 
     backward:   layer 3 ── layer 2 ──────── layer 1 ─────── end
     buckets:    [ 0 ]  [ 1 ][ 2 ]  [ 3 ][ 4 ]      [ 5 ]
-                  └ travels while layer 2 computes …          └ what is left, then the gradients are the mean
+                  └ reduced while layer 2 computes …          └ the rest, then the gradients are the mean
 
-`plan` cuts the parameters into buckets, `Backward` watches PyTorch's backward and says which bucket is full. Neither
-moves a byte: that is for whoever listens.
+`plan` cuts the parameters into buckets. `BackwardHooks` tells its listener which bucket is full. Neither moves a byte.
 
 A bucket holds segments of gradients of one dtype on one device. The order of buckets is that of rank 0's first
 backward, so every rank sends them in the same order; a bucket that is full early waits for those before it. What never
@@ -44,7 +43,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """What travels together. Each owner's segments lie side by side in a stretch of `stride` elements."""
+    """Segments that are reduced together. Those of one owner are adjacent, in a range of `stride` elements."""
 
     number: int
     dtype: torch.dtype
@@ -64,7 +63,7 @@ class Bucket:
 
     @functools.cached_property
     def gaps(self) -> list[tuple[int, int]]:
-        """What belongs to no gradient: where an owner's segments are shorter than the stretch."""
+        """Ranges that belong to no gradient: where an owner's segments are shorter than `stride`."""
         ends = [owner * self.stride for owner in range(self.num_owners)]
         for segment in self.segments:
             ends[segment.owner] += segment.stop - segment.start
@@ -72,7 +71,7 @@ class Bucket:
 
     @property
     def contiguous(self) -> bool:
-        """Whether it is one stretch of one gradient, which can then travel without being copied together."""
+        """Whether it is one range of one gradient, which is then reduced without a copy."""
         return len(self.segments) == 1
 
 
@@ -128,7 +127,7 @@ def plan(
 
 
 class BackwardListener(Protocol):
-    """Who is told. Called on the thread that runs backward; what it raises comes out of `backward()`."""
+    """Called on the thread that runs backward; its exceptions come out of `backward()`."""
 
     @property
     def silent(self) -> bool:
@@ -144,9 +143,9 @@ class BackwardListener(Protocol):
 class BackwardHooks:
     """Watches backward passes over `parameters` by PyTorch's own hooks. One thread at a time.
 
-    Until `arm` gives it buckets it records only the order in which gradients come (`order`). `torch.autograd.grad`, and
-    a backward that was given `inputs`, count only if a gradient of ours came in it; `passed` tells that none did.
-    """
+    Until `set_buckets` gives it buckets it records only the order in which gradients come (`order`).
+    `torch.autograd.grad`, and a backward that was given `inputs`, count only if a gradient of ours came in it; `passed`
+    tells that none did."""
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], listener: BackwardListener
@@ -155,8 +154,8 @@ class BackwardHooks:
         self.names = names
         self.running = False
         self.passed = False
-        self.fingerprint = ""  # a short word for who is watched: the same on two ranks if they watch the same
-        self.num_fires = [0] * len(parameters)  # ever: how often each gradient was added to
+        self.fingerprint = ""  # of the watched parameters: the same on two ranks if they watch the same
+        self.num_fires = [0] * len(parameters)  # how often each gradient was ever added to
         self.buckets: list[Bucket] = []
         self.announced = 0
         self.late: set[int] = set()  # parameters whose gradient comes in several parts
@@ -164,7 +163,7 @@ class BackwardHooks:
         self._handles: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._fires = [0] * len(parameters)
         self._order: list[int] = []
-        self._tasks: set[int] = set()  # the graph tasks that will call us at their end
+        self._tasks: set[int] = set()  # the graph tasks that will call `_end`
         self._buckets_of: dict[int, list[int]] = {}
         self._size_of: list[int] = []
         self._missing: list[int] = []
@@ -212,7 +211,7 @@ class BackwardHooks:
         late = sorted((i for i in last if i in self.late), key=last.__getitem__)
         return came + late + [index for index in reversed(self.watched) if index not in last]
 
-    def arm(self, buckets: list[Bucket]) -> None:
+    def set_buckets(self, buckets: list[Bucket]) -> None:
         """From the next backward on these are announced."""
         self.buckets = buckets
         self._buckets_of = {}
@@ -222,7 +221,7 @@ class BackwardHooks:
         self._size_of = [len(bucket.indices) + bool(self.late & set(bucket.indices)) for bucket in buckets]
         self._missing = list(self._size_of)
 
-    def disarm(self) -> None:
+    def clear_buckets(self) -> None:
         self.buckets = []
         self._buckets_of = {}
         self.late = set()

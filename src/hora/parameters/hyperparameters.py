@@ -1,4 +1,4 @@
-"""Hyper-parameters of optimizers as plain values, which can travel: numbers, pairs of them, words."""
+"""Hyper-parameters of optimizers as plain values that can be sent: numbers, pairs of numbers, strings."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class ParameterRegistry:
                         f"{prefix}{name} {list(parameter.shape)} is new since job.prepare(), so it would not be "
                         "synchronised: complete the model first, then prepare it"
                     )
-        self._shape = self._outline()  # something was removed or moved, which harms nobody
+        self._shape = self._outline()  # something was removed or moved, which does no harm
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The same for a parameter that only the optimizer has got since."""
@@ -113,11 +113,11 @@ class ParameterRegistry:
     def agree(self, group: Group) -> None:
         """Collective. Mismatch, on every rank, names the first parameter or buffer in which a rank differs from rank 0.
 
-        Afterwards everybody has rank 0's values.
+        Afterwards all ranks have rank 0's values.
         """
-        everybody = objects.all_gather_objects(group, self.entries(), "models")
-        for rank, theirs in enumerate(everybody):
-            for mine, other in itertools.zip_longest(everybody[0], theirs):
+        all_entries = objects.all_gather_objects(group, self.entries(), "models")
+        for rank, theirs in enumerate(all_entries):
+            for mine, other in itertools.zip_longest(all_entries[0], theirs):
                 if mine != other:
                     there, here = _entry(other, mine), _entry(mine, other)
                     raise Mismatch(
@@ -136,7 +136,7 @@ class ParameterRegistry:
 
     @staticmethod
     def broadcast(tensors: Sequence[torch.Tensor], group: Group) -> None:
-        """Everybody's tensors become rank 0's; many small ones travel together."""
+        """All ranks get rank 0's values; many small tensors are sent together."""
         for flat, pieces in _packed(tensors):
             if group.rank == 0:
                 for piece, place in pieces:

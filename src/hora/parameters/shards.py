@@ -1,4 +1,4 @@
-"""Lanes: how a parameter is cut among the ranks, in the order in which it lies in memory."""
+"""ParameterShard: how a parameter is cut among the ranks, in memory order; and tensors as flat vectors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ELEMENTWISE = (
 
 @dataclasses.dataclass(frozen=True)
 class ParameterShard:
-    """A stretch of one parameter that one rank reduces; the shards of a parameter travel side by side."""
+    """Elements start to stop of one parameter, which rank `owner` reduces."""
 
     start: int
     stop: int
@@ -33,12 +33,13 @@ def even_shards(numel: int, size: int) -> list[ParameterShard]:
 
 
 def whole_shards(parameters: Sequence[torch.Tensor]) -> Callable[[int], list[ParameterShard]]:
-    """Nothing is cut."""
+    """One shard per parameter, owned by rank 0."""
     return lambda index: [ParameterShard(0, parameters[index].numel(), 0)]
 
 
 def balanced_shards(parameters: Sequence[torch.Tensor], size: int) -> Callable[[int], list[ParameterShard]]:
-    """Large ones are cut evenly, small ones go to whoever has least; to be asked for each parameter once, in order."""
+    """Cuts large parameters evenly and gives each small one to the rank with least; call it once per parameter, in
+    order."""
     loads = [0] * size
 
     def shards(index: int) -> list[ParameterShard]:
@@ -72,14 +73,14 @@ def is_dense(parameter: torch.Tensor) -> bool:
 
 
 def is_sole_owner(tensor: torch.Tensor) -> bool:
-    """Whether nobody else holds its memory. As a gradient autograd may have handed on what another branch of the same
-    backward still reads, as for a bias that is added through a view. Where torch does not tell, nobody is alone."""
+    """Whether no other tensor shares its memory. Autograd may hand a parameter a gradient that another branch of the
+    same backward still reads, as for a bias that is added through a view. False where torch does not count owners."""
     storage = tensor.untyped_storage()
-    return _count is not None and _count(storage._cdata) <= _ALONE
+    return _count is not None and _count(storage._cdata) <= _SINGLE
 
 
 def _calibrate() -> tuple[Callable[[int], int] | None, int]:
-    """How torch counts who holds a storage, and what it counts for a tensor that is alone, while it is asked."""
+    """torch's count of a storage's owners, and what it returns for a tensor with a single owner."""
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return None, 0
@@ -90,7 +91,7 @@ def _calibrate() -> tuple[Callable[[int], int] | None, int]:
     return (count, alone) if count(storage._cdata) == alone + 1 and view.numel() else (None, 0)
 
 
-_count, _ALONE = _calibrate()
+_count, _SINGLE = _calibrate()
 
 
 def flat_view(parameter: torch.Tensor) -> torch.Tensor:

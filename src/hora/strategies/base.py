@@ -81,7 +81,7 @@ class Strategy:
 
     @property
     def leased(self) -> bool:
-        """Whether samples are lent to whoever is free, since workers do not step together; else they are dealt."""
+        """Whether samples are leased to free workers, since workers do not step together; else they are dealt."""
         return False
 
     def sync(self, registry: ParameterRegistry, hooks: TrainingHooks) -> Sync:

@@ -1,6 +1,6 @@
-"""Saving and restoring a run: what belongs into a checkpoint, gathered from all workers and given back to them.
+"""Saving and restoring a run: the contents of a checkpoint, gathered from all workers and distributed to them.
 
-Rank 0 writes and reads; the others give their part and get theirs. What is written does not depend on the number of
+Rank 0 writes and reads; the others send and receive their part. What is written does not depend on the number of
 workers, except for the states of the random generators, of which each worker has its own.
 """
 
@@ -64,7 +64,7 @@ def save(training: Training, group: Group, directory: str, strategy: str, keep: 
                 "optimizer": tensors,
                 "strategy": snapshot.extra,
                 "loop": loop_tensors,
-                "rng": {f"rank-{rank}": letter for rank, letter in enumerate(generators)},
+                "rng": {f"rank-{rank}": packed for rank, packed in enumerate(generators)},
             }
             infinite = {BUFFER_PREFIX + name for name in training.infinite}
             path = str(checkpoint.save(directory, step, files, record, keep, infinite))
@@ -78,7 +78,7 @@ def save(training: Training, group: Group, directory: str, strategy: str, keep: 
 
 
 def restore(training: Training, group: Group, directory: str) -> int | None:
-    """Collective. The step of the newest valid checkpoint, whose state everybody now has; None if there is none."""
+    """Collective. The step of the newest valid checkpoint, whose state all workers now have; None if there is none."""
     sync = training.sync
     if sync is None:
         raise HoraError("job.restore() comes after job.prepare(): there is nothing yet to restore into")
@@ -106,7 +106,7 @@ def restore(training: Training, group: Group, directory: str) -> int | None:
     sync.restore(Snapshot({name: files["model"][name] for name in parameters}, buffers, states, extra))
     for optimizer, groups in zip(training.optimizers, record["groups"], strict=True):
         for group_of_parameters, saved in zip(optimizer.param_groups, groups, strict=True):
-            _adopt(group_of_parameters, saved)
+            _load_group(group_of_parameters, saved)
     state = checkpoint.decode(record["loop"], files["loop"])
     for scheduler, saved in zip(training.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
@@ -180,7 +180,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _adopt(group: dict[str, Any], saved: dict[str, Any]) -> None:
+def _load_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
     for key, value in saved.items():
         plain = checkpoint.decode(value, {})
         if isinstance(group.get(key), torch.Tensor):
@@ -217,8 +217,8 @@ def _generators() -> dict[str, Any]:
     return state
 
 
-def _set_generators(letter: torch.Tensor) -> None:
-    state = msgspec.msgpack.decode(objects.unpack(letter))
+def _set_generators(packed: torch.Tensor) -> None:
+    state = msgspec.msgpack.decode(objects.unpack(packed))
     torch.set_rng_state(objects.pack(state["torch"]))
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))

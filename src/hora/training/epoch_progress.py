@@ -1,4 +1,4 @@
-"""Course: how far the training has come, in epochs and batches, for those who look at it from another thread."""
+"""EpochProgress: how far the training has come, in epochs and batches. May be read from another thread."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class EpochProgress:
         """Whether no epoch comes after this one, as far as is known."""
         return self.epoch is None or self.epoch >= self.num_epochs - 1
 
-    def note(self, loader: Shard, portion: BatchSlice, num_workers: int) -> None:
+    def note(self, loader: Shard, batch: BatchSlice, num_workers: int) -> None:
         """This batch begins. Of leased blocks each worker has its own."""
         if self._loaders[0] != self.epoch:
             self._loaders = (self.epoch, set())
         self._loaders[1].add(id(loader))
         if len(self._loaders[1]) > 1:
-            self._batches = None  # how much each of them stands for, nobody knows
+            self._batches = None  # the share of each loader in the epoch is unknown
             return
         with contextlib.suppress(TypeError):  # a stream has no length
-            self._batches = (portion.batch + 1, len(loader) * (num_workers if isinstance(portion, LeasedBlock) else 1))
+            self._batches = (batch.batch + 1, len(loader) * (num_workers if isinstance(batch, LeasedBlock) else 1))
 
     def progress(self, step: int, max_steps: int | None) -> float | None:
-        """How much is done, 0 to 1; None where nobody can know."""
+        """How much is done, 0 to 1; None where it is unknown."""
         epoch, batches, parts = self.epoch, self._batches, []
         if max_steps:
             parts.append(step / max_steps)

@@ -1,4 +1,5 @@
-"""Hints: what a script does that is allowed and hardly meant. Each is said once, by rank 0, with the remedy."""
+"""Hints: warnings about what a script does that is allowed and rarely intended. Rank 0 logs each once, with the
+remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ NUM_BATCHES = 2  # that are compared
 
 
 class Hints:
-    """`before_forward` and the other verbs are called on the training thread, `hear` on the line's."""
+    """`hear` is called on the coordinator connection's thread, the rest on the training thread."""
 
     def __init__(self, control: CoordinatorConnection, rank: int, size: int) -> None:
         self._control = control

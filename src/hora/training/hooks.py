@@ -1,4 +1,4 @@
-"""Hooks on a user's modules that travel well: copies of the module and files of it do not carry them along."""
+"""Hook: a hook on a user's module that copies and pickles of the module do not carry along."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorder: what a worker notes of its own training, and reports.
+"""Recorder: a worker's reports of its own training (steps, logged values, histograms) to the launcher.
 
 The training thread only appends to queues. A thread of the recorder's own reads values off their devices, puts the
 report together and sends it, so that neither a slow device nor a slow coordinator is ever waited for.
@@ -58,7 +58,7 @@ class Recorder:
         self._names: set[str] = set()
         self._stepped_at: float | None = None
         self._exposed_s = 0.0
-        self._told = _Totals()
+        self._reported = _Totals()
         self._peers: dict[int, int] = {}
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hora-recorder", daemon=True)
@@ -96,7 +96,7 @@ class Recorder:
         self._notices.append(Notice(self._training.step, time.monotonic(), kind, text[:500]))
 
     def close(self) -> None:
-        """Sends what is left, if the line still takes it."""
+        """Sends what is left, if the coordinator still takes it."""
         self._ending.set()
         self._thread.join(CLOSE_S)
 
@@ -113,7 +113,7 @@ class Recorder:
                     self._report()
             self._report()  # in any case: what the end has changed
         except HoraError:
-            pass  # the line is broken, and others will say so
+            pass  # the connection is broken, which is reported elsewhere
         except Exception as problem:
             log.warning("this worker's reports end here: %s: %s", type(problem).__name__, problem)
 
@@ -125,7 +125,7 @@ class Recorder:
         training, progress, traffic = self._training, self._training.progress, sync.traffic
         steps = _drained(self._steps)
         now = _Totals(traffic.comm_s, traffic.sent_bytes, training.own_samples)
-        before, self._told = self._told, now
+        before, self._reported = self._reported, now
         report = sync.describe()
         peers = report.sent_to
         since = {rank: max(0, count - self._peers.get(rank, 0)) for rank, count in peers.items()}
@@ -168,7 +168,7 @@ def _drained(waiting: collections.deque[Any]) -> list[Any]:
 
 
 def _since(now: Any, before: Any) -> Any:
-    """Growth; a counter that somebody has reset counts from there."""
+    """Growth; a counter that was reset counts from there."""
     return now - before if now >= before else now
 
 

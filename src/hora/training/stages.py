@@ -1,7 +1,7 @@
-"""Stages: what the training thread is at, as spans: data, forward, backward, step. For a process whose spans are on.
+"""Stages: spans of the training thread (data, forward, backward, step) for the trace.
 
-Forward and evaluation are told by hooks on the models. A backward begins where the gradient of a model's output comes,
-so that of the loss itself lies before it, and ends with the outermost pass, after whatever the strategy does there.
+Forward and evaluation are noticed by hooks on the models. A backward begins with the gradient of a model's output, so
+that of the loss itself lies before it, and ends with the outermost pass, after the strategy's work there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..monitor.spans import TRAINING
 
 
 class Stages:
-    """Of one training thread. Its hooks are plain functions; whoever registers them sees to copies and compilers."""
+    """Of one training thread. Its hooks are plain functions, to be registered through Hook."""
 
     def __init__(self) -> None:
         self._forwards: list[tuple[int, int]] = []  # models that are being called, and since when

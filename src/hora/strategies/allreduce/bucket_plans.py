@@ -75,7 +75,7 @@ class BucketPlans:
         )
         wire = Compressor(self._strategy.wire, self._strategy.topk, self._strategy.rank, self.savings)
         reducer.compress(wire, lambda bucket: compression.matrices(bucket, self._registry.parameters))
-        self._backward.arm(list(reducer.buckets))
+        self._backward.set_buckets(list(reducer.buckets))
         self.reducer = reducer
         self._plans[tuple(watched)] = _Plan(reducer, self.eager, self.sparse, late)
         if len(self._plans) > MAX_PLANS:
@@ -87,14 +87,14 @@ class BucketPlans:
 
     def switch(self) -> None:
         """The set of trained parameters has changed: takes the plan that it had before, if any."""
-        self._backward.disarm()
+        self._backward.clear_buckets()
         self.reducer = None
         known = self._plans.pop(tuple(self._backward.watched), None)
         if known is not None:
             self._plans[tuple(self._backward.watched)] = known  # the newest again
             self.reducer, self.eager, self.sparse = known.reducer, known.eager, known.sparse
             self._backward.late = set(known.late)
-            self._backward.arm(list(known.reducer.buckets))
+            self._backward.set_buckets(list(known.reducer.buckets))
 
     def read_by(self, peer: int) -> int:
         """How many bytes a peer has read of this worker's shared memory. Thread-safe."""
@@ -106,7 +106,7 @@ class BucketPlans:
             known.reducer.forget()
 
     def close(self) -> None:
-        self._backward.disarm()
+        self._backward.clear_buckets()
         self.reducer = None
         for known in self._plans.values():
             known.reducer.close()

@@ -6,6 +6,7 @@ import collections
 
 import torch
 
+from ...collectives.group import Group
 from ...errors import HoraError
 from ...parameters.registry import ParameterRegistry
 from ...parameters.shards import flatten, is_sole_owner
@@ -63,3 +64,17 @@ class FlatGradients:
         """No worker has a gradient of this parameter."""
         if index in self.missing:
             self._registry.parameters[index].grad = None
+
+
+def broadcast_gradients(registry: ParameterRegistry, group: Group) -> None:
+    """Collective: all workers get rank 0's gradients, those that are None included."""
+    trained = [p for p in registry.parameters if p.requires_grad]
+    there = torch.tensor([float(p.grad is not None) for p in trained])
+    group.broadcast(there, name="gradients there")
+    for parameter, has in zip(trained, there.tolist(), strict=True):
+        if not has:
+            parameter.grad = None
+        elif parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    grads = [p.grad for p in trained if p.grad is not None]
+    ParameterRegistry.broadcast([grad.detach() for grad in grads if grad.layout is torch.strided], group)

@@ -1,9 +1,8 @@
-"""Guard: notices what a script may not do under `update=sharded`, where a worker holds the mean of its share alone.
+"""Guard: detects what a script may not do under `update=sharded`, where a worker holds the mean of its shard alone.
 
 Parameters lie in memory that all workers see, so only the optimizer may write them; and a gradient may not change
-between backward and step, nor hold two means. Torch's version counters tell. Every check raises HoraError with the way
-out.
-"""
+between backward and step, nor hold two means. Torch's version counters show it. Every check raises HoraError with the
+way out."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class Guard:
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def remember(self) -> None:
-        """The parameters are as they should be."""
+        """The parameters are as the optimizer left them."""
         self._versions = [p._version for p in self._registry.parameters]
         self._places = [p.data_ptr() for p in self._registry.parameters]
 
@@ -65,7 +64,7 @@ class Guard:
             if index in indices and grad is not None and (left() is not grad or grad._version != version):
                 raise HoraError(
                     f"{self.name}: the gradient of {self._registry.names[index]} was changed between backward() and "
-                    "step(); under update=sharded a worker holds the mean of its share alone. Clip with "
+                    "step(); under update=sharded a worker holds the mean of its shard alone. Clip with "
                     "hora.clip_grad_norm_, or use update=replicated"
                 )
 

@@ -31,11 +31,11 @@ from ...parameters.shards import balanced_shards
 from ..common import compression, nonfinite, sparse
 from ..common.accumulation import scale_gradients
 from ..common.hooks import TrainingHooks
-from ..common.step_status import StepStatus
+from ..common.step_status import StepStatus, difference
 from ..common.sync import ExchangeCancelled, Snapshot, StepOutcome, Sync, SyncReport
 from .bucket_plans import BucketPlans, Shards
 from .buffers import BufferBroadcast
-from .flat_gradients import FlatGradients
+from .flat_gradients import FlatGradients, broadcast_gradients
 from .reducers import NonfiniteGrads, Reducer
 
 if TYPE_CHECKING:
@@ -187,8 +187,7 @@ class ReplicatedSync(Sync):
             self._grads.missing.clear()
             (self._plans.reducer or self._plans.make(self._group, self._shards())).open()
 
-    def _check_gradients(self) -> None:
-        """Checked before gradients leave."""
+    def _check_gradients(self) -> None: ...
 
     def _count_exchange(self) -> None:
         self.hooks.num_exchanges += 1
@@ -284,12 +283,11 @@ class ReplicatedSync(Sync):
         if self._plans.reducer is not None:
             self._plans.reducer.settle(counts=not status.nonfinite)
         if status.loop != self.hooks.loop * size:
-            raise ExchangeCancelled(
-                self._difference(self.hooks.loop, "loops have begun", "did one leave its loop or skip a backward()?")
-            )
+            way_out = "did one leave its loop or skip a backward()?"
+            raise ExchangeCancelled(difference(self._group, self.hooks.loop, "loops have begun", way_out))
         if status.step != self._num_steps * size:
             way_out = "every worker must call optimizer.step() after the same backward()"
-            raise HoraError(self._difference(self._num_steps, "steps were taken", way_out))
+            raise HoraError(difference(self._group, self._num_steps, "steps were taken", way_out))
         settled = self._unfrozen
         if status.weight:  # not where only unfrozen parameters were reduced
             settled, self._factor = self._counted, status.expected / status.weight
@@ -304,22 +302,13 @@ class ReplicatedSync(Sync):
             self._buffers.share(self._group)
         self._settle(settled)
 
-    def _difference(self, mine: int, what: str, way_out: str) -> str:
-        """Collective: names the worker that counts differently from rank 0."""
-        group = self._group
-        counts = [int(part.item()) for part in group.all_gather(torch.tensor([mine]), name="counts")]
-        rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), 0)
-        theirs, first = group.transport.name_of(rank), group.transport.name_of(0)
-        return f"on {theirs} {counts[rank]} {what}, on {first} {counts[0]}: {way_out}"
-
     def _correct(self, factor: float) -> None:
         scale_gradients(self._parameters(self._counted), factor)
 
     def _parameters(self, indices: Iterable[int]) -> list[torch.nn.Parameter]:
         return [self.registry.parameters[index] for index in indices]
 
-    def _settle(self, indices: Iterable[int]) -> None:
-        """These gradients are final."""
+    def _settle(self, indices: Iterable[int]) -> None: ...
 
     def _report_nonfinite(self) -> None:
         """Collective: names the worker and the gradient; the step is not taken."""
@@ -377,16 +366,7 @@ class ReplicatedSync(Sync):
         self.hooks.exchanging = False
 
     def _share_gradients(self) -> None:
-        trained = [p for p in self.registry.parameters if p.requires_grad]
-        there = torch.tensor([float(p.grad is not None) for p in trained])
-        self._group.broadcast(there, name="gradients there")
-        for parameter, has in zip(trained, there.tolist(), strict=True):
-            if not has:
-                parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [p.grad for p in trained if p.grad is not None]
-        ParameterRegistry.broadcast([grad.detach() for grad in grads if grad.layout is torch.strided], self._group)
+        broadcast_gradients(self.registry, self._group)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 

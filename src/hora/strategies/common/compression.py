@@ -1,4 +1,4 @@
-"""Compression: what a strategy tells its wire of gradients, and its user of a wire that there is not."""
+"""What compression between hosts needs to know of gradients: which of them are matrices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_one_host(wire: str, group: Group) -> None:
-    """Where nothing crosses between hosts, rank 0 says so."""
+    """Rank 0 warns if all workers share one host."""
     if wire != "fp32" and group.num_hosts == 1 and group.rank == 0:
         log.warning("wire=%s has no effect: all workers share one host, so nothing crosses a wire", wire)
 

@@ -1,4 +1,4 @@
-"""Gradients that are NaN or infinite: whose, which, and how a scaler gets to see them."""
+"""Gradients that are NaN or infinite: detecting and naming them, and passing them to a GradScaler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADVICE = (
 def sentence(
     group: Group, registry: ParameterRegistry, nonfinite_grads: Sequence[tuple[int, int]], what: str = "gradient"
 ) -> str:
-    """Collective: every worker gives the (rank, parameter) that it knows of; all get the same words."""
+    """Collective: every worker gives the (rank, parameter) that it knows of; all get the same sentence."""
     mine = torch.tensor(nonfinite_grads, dtype=torch.int64).view(-1, 2)
     found = sorted({tuple(pair) for part in group.all_gather(mine, name="nonfinite_grads") for pair in part.tolist()})
     names = [f"{registry.names[index]} on {group.transport.name_of(rank)}" for rank, index in found]

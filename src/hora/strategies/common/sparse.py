@@ -1,4 +1,4 @@
-"""Sparse gradients, as embeddings give them: everybody's rows are gathered, and those of one row added."""
+"""Sparse gradients (nn.Embedding(sparse=True)): the rows of all workers are gathered and added up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...errors import HoraError
 
 
 def mean(group: Group, parameter: torch.Tensor, name: str, weight: float) -> torch.Tensor:
-    """Collective: the mean of everybody's `parameter.grad`, of which this worker's counts `weight`."""
+    """Collective: the mean of all workers' `parameter.grad`; this worker's counts `weight`."""
     grad = parameter.grad
     if grad is not None and grad.layout is not torch.sparse_coo:
         raise HoraError(f"the gradient of {name} was sparse in the first backward() and is not now")

@@ -70,3 +70,11 @@ class PendingStatus:
     def read(self) -> StepStatus:
         total = self._total if isinstance(self._total, torch.Tensor) else self._total.wait()
         return self._kind._of(total.tolist())
+
+
+def difference(group: Group, mine: int, what: str, way_out: str) -> str:
+    """Collective: names the worker whose count differs from rank 0's."""
+    counts = [int(part.item()) for part in group.all_gather(torch.tensor([mine]), name="counts")]
+    rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), 0)
+    theirs, first = group.transport.name_of(rank), group.transport.name_of(0)
+    return f"on {theirs} {counts[rank]} {what}, on {first} {counts[0]}: {way_out}"

@@ -22,10 +22,11 @@ is the return of `step`: until then no parameter has changed."""
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import enum
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -67,6 +68,15 @@ class CommStats:
         seconds = time.perf_counter() - begin
         self.comm_s += seconds
         self.exposed_s += seconds
+
+    @contextlib.contextmanager
+    def timed(self, sent_bytes: Callable[[], int]) -> Iterator[None]:
+        """One exchange on the training thread; `sent_bytes` counts what was sent so far."""
+        begin, before = time.perf_counter(), sent_bytes()
+        yield
+        self.spend(begin)
+        self.num_exchanges += 1
+        self.sent_bytes += sent_bytes() - before
 
     def reset(self) -> None:
         self.comm_s = self.exposed_s = 0.0

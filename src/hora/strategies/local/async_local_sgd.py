@@ -72,7 +72,7 @@ class AsyncLocalSync(ParameterServerSync):
 
     def _push_round(self) -> None:
         self._check_finite()
-        with self._timed():
+        with self.traffic.timed(lambda: self._client.pushed_bytes):
             self.push_pull(0, self._pseudo_gradient)
         self._num_steps += self.local_steps
         self.rounds = (self.rounds or 0) + 1

@@ -1,4 +1,4 @@
-"""Flats: a worker's parameters and gradients as vectors, in the order of their memory, cut as the blocks are."""
+"""FlatParameters: a worker's parameters and gradients as vectors in memory order, sliced like the servers' blocks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class FlatParameters:
         self._tables = tables
         self._num_servers = num_servers
         self._sparse = sparse_parameters(registry)
-        self._flat_parameters: dict[int, tuple[int, torch.Tensor]] = {}  # parameters, by index, with their address
+        self._vectors: dict[int, tuple[int, torch.Tensor]] = {}  # by parameter: its address and its vector
         self._grads: dict[int, torch.Tensor | None] = {}
 
     def clear(self) -> None:
         self._grads.clear()
 
     def norm(self) -> float:
-        """Of all that was collected."""
+        """The norm of all collected gradients."""
         grads = [grad for grad in self._grads.values() if grad is not None]
         return float(torch.nn.utils.get_total_norm([grad.values() if grad.is_sparse else grad for grad in grads]))
 
@@ -55,8 +55,8 @@ class FlatParameters:
         if grad.layout is torch.sparse_coo:
             if index not in self._sparse:
                 raise HoraError(
-                    f"the gradient of {self.registry.names[index]} is sparse, and no nn.Embedding(sparse=True) has it: "
-                    "under ps only these have rows that travel alone"
+                    f"the gradient of {self.registry.names[index]} is sparse and belongs to no "
+                    "nn.Embedding(sparse=True): under ps only these have sparse gradients"
                 )
             return grad.detach().coalesce().cpu()
         if grad.dtype != parameter.dtype or grad.shape != parameter.shape:
@@ -93,7 +93,7 @@ class FlatParameters:
         )
 
     def _ids(self, block: ParameterBlock, grad: torch.Tensor) -> torch.Tensor:
-        """The rows of a table's gradient that are for the server of this block, as it counts them."""
+        """The rows of a ServerEmbedding's gradient that belong to the server of this block, by its own row numbers."""
         ids, num_servers = grad.indices()[0], self._num_servers
         mine = (ids % num_servers == block.start).nonzero().view(-1)
         shape = (-(-grad.shape[0] // num_servers), grad.shape[1])
@@ -108,23 +108,23 @@ class FlatParameters:
 
     def _vector(self, index: int) -> torch.Tensor:
         parameter = self.registry.parameters[index]
-        known = self._flat_parameters.get(index)
+        known = self._vectors.get(index)
         if known is None or known[0] != parameter.data_ptr():
             whole = parameter.detach()
-            known = self._flat_parameters[index] = (
+            known = self._vectors[index] = (
                 parameter.data_ptr(),
                 flatten(whole) if is_dense(whole) else flat_view(whole),
             )
         return known[1]
 
     def scatter(self) -> None:
-        """Parameters with gaps in their memory were read into vectors of their own."""
-        for index, (_, flat) in self._flat_parameters.items():
+        """Copies vectors of parameters with gaps in their memory back into these."""
+        for index, (_, flat) in self._vectors.items():
             parameter = self.registry.parameters[index]
             if not is_dense(parameter):
                 parameter.detach().copy_(flat.view(parameter.shape))
 
     def values(self, block: ParameterBlock) -> torch.Tensor:
-        """A block's parameters as they are here."""
+        """A block's parameters on this worker."""
         flat = flat_view(self.registry.parameters[block.index])
         return flat if block.whole else flat[block.start : block.stop]

@@ -1,4 +1,4 @@
-"""Archive: the servers' blocks and optimizer state as a checkpoint holds them, whole and by name; and back."""
+"""ServerStateArchive: the servers' parameters and optimizer state as a checkpoint holds them, whole and by name."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from ...server.store import pack, unpack
 
 
 class ServerStateArchive:
-    """Each server tells all of its blocks at once: they are of one moment."""
+    """Each server sends all of its blocks at once, so they are of one step of it."""
 
     def __init__(self, registry: ParameterRegistry, client: ServerClient) -> None:
         self.registry = registry
         self._client = client
 
     def fetch(self, parameters: dict[str, torch.Tensor]) -> optimizer_state.OptimizerStates:
-        """The optimizers' state; the parameters of the same moment go into `parameters`."""
+        """Returns the optimizers' state; the parameters of the same moment go into `parameters`."""
         found: optimizer_state.OptimizerStates = [{} for _ in self.registry.optimizers]
-        told = [unpack(self._client.get_blob(link.number, "state")) for link in self._client.connections]
-        for link, theirs in zip(self._client.connections, told, strict=True):
-            self._assemble(link.part, theirs, parameters, found)
-        self._join_tables(told, found)
+        connections = self._client.connections
+        received = [unpack(self._client.get_blob(connection.number, "state")) for connection in connections]
+        for connection, theirs in zip(connections, received, strict=True):
+            self._assemble(connection.part, theirs, parameters, found)
+        self._join_tables(received, found)
         return found
 
     def _assemble(
         self,
         part: ServerPart,
-        told: list[dict[str, Any]],
+        received: list[dict[str, Any]],
         parameters: dict[str, torch.Tensor],
         found: optimizer_state.OptimizerStates,
     ) -> None:
-        """What one server told of its blocks, into its places."""
-        values, *kept = told
+        """Puts one server's blocks into their places."""
+        values, *states = received
         tables = {chunk.blocks[0].index for chunk in part.chunks if chunk.table is not None}
         for block in part.blocks:
             if block.index in tables:
@@ -50,34 +51,34 @@ class ServerStateArchive:
                 flatten(parameters[name])[block.start : block.stop].copy_(value.reshape(-1))
             else:
                 parameters[name].copy_(value.view(parameter.shape))
-            for number, by_block in enumerate(kept):
+            for number, by_block in enumerate(states):
                 if str(block.number) in by_block:
                     whole = found[number].setdefault(name, {})
                     optimizer_state.put(whole, by_block[str(block.number)], parameter, block.start, block.stop)
 
-    def _join_tables(self, told: list[list[dict[str, Any]]], found: optimizer_state.OptimizerStates) -> None:
-        """What all servers told of the tables that only they have."""
+    def _join_tables(self, received: list[list[dict[str, Any]]], found: optimizer_state.OptimizerStates) -> None:
+        """Joins the servers' parts of ServerEmbedding tables."""
         parts: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        for link, (_, *kept) in zip(self._client.connections, told, strict=True):
-            for chunk in link.part.chunks:
+        for connection, (_, *states) in zip(self._client.connections, received, strict=True):
+            for chunk in connection.part.chunks:
                 if chunk.table is not None:
-                    mine = kept[chunk.optimizer][str(chunk.blocks[0].number)]
+                    mine = states[chunk.optimizer][str(chunk.blocks[0].number)]
                     parts.setdefault((chunk.optimizer, chunk.table.index), []).append(mine)
         for (optimizer, index), theirs in parts.items():
             found[optimizer][self.registry.names[index]] = join(theirs)
 
-    def put(self, kept: optimizer_state.OptimizerStates) -> None:
-        """Every server gets what it keeps of these."""
-        for link in self._client.connections:
-            blocks: list[dict[str, Any]] = [{} for _ in kept]
-            for chunk in link.part.chunks:
+    def put(self, states: optimizer_state.OptimizerStates) -> None:
+        """Sends each server its part of these states."""
+        for connection in self._client.connections:
+            blocks: list[dict[str, Any]] = [{} for _ in states]
+            for chunk in connection.part.chunks:
                 for block in chunk.blocks:
-                    state = kept[chunk.optimizer].get(self.registry.names[block.index])
+                    state = states[chunk.optimizer].get(self.registry.names[block.index])
                     if state is not None and chunk.table is not None:
-                        mine = split(state, link.number, len(self._client.connections))
+                        mine = split(state, connection.number, len(self._client.connections))
                         blocks[chunk.optimizer][str(block.number)] = mine
                     elif state is not None:
                         parameter = self.registry.parameters[block.index]
                         cut = optimizer_state.cut(state, parameter, block.start, block.stop)
                         blocks[chunk.optimizer][str(block.number)] = cut
-            self._client.load_state(link.number, pack(blocks))
+            self._client.load_state(connection.number, pack(blocks))

@@ -24,6 +24,15 @@ class UnservedState:
         self._client = client
         self._hooks = hooks
 
+    def share(self, rank: int, elastic: bool) -> None:
+        """A worker that leaves its loop after rank 0 takes rank 0's tensors; one that leaves before keeps its own."""
+        if rank:
+            self.load(self._hooks.loop)
+        else:
+            self.publish()
+            if elastic:
+                self.publish_loop()
+
     def publish(self) -> None:
         """Rank 0's tensors, with the loop they are of."""
         tensors = {name: tensor.detach().cpu() for name, tensor in self._tensors().items()}

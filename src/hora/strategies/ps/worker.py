@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,9 +58,7 @@ class ParameterServerSync(LocalGradients):
         self.unison = strategy.mode == "sync"
         self.num_dropped = 0
         self._lag: float | None = None  # mean over the chunks of the newest step
-        self._group_sizes = {
-            id(each): [len(group["params"]) for group in each.param_groups] for each in registry.optimizers
-        }
+        self._group_sizes = {id(each): _group_sizes(each) for each in registry.optimizers}
         self._spent: tuple[float, float, int] | None = None  # the accumulation at an optimizer's step, for the others'
         self._connections: ServerConnections
         self._client: ServerClient
@@ -69,12 +66,7 @@ class ParameterServerSync(LocalGradients):
         self._archive: ServerStateArchive
         self._unserved: UnservedState
         self._tables = {registry.index[id(table.rows)]: table for table in server_embeddings(registry.models)}
-        if self._tables and (strategy.backup or strategy.correct == "dc"):
-            option = "backup" if strategy.backup else "correct=dc"
-            raise ValueError(
-                f"{option} needs a copy of the parameters that a worker has pulled, and there is none of a "
-                "ServerEmbedding: leave one of them out"
-            )
+        _check_options(strategy, len(registry.optimizers), self.context.size, bool(self._tables))
         self._step = 0  # as the servers count
         self._sent_hyper: hyperparameters.Hyper | None = None  # the hyper-parameters that the servers know
         self._pushed = False  # a step was pushed whose result was not pulled yet
@@ -90,11 +82,6 @@ class ParameterServerSync(LocalGradients):
 
     def bind(self, group: Group) -> None:
         context = self.context
-        for option in ("sync_every", "backup"):
-            if getattr(self.strategy, option) and len(self.registry.optimizers) > 1:
-                raise ValueError(f"{option} counts the steps of one optimizer, and job.prepare() got several")
-        if self.strategy.backup >= context.size > 1:
-            raise ValueError(f"backup={self.strategy.backup} of {context.size} workers leaves no worker to step with")
         self.home = group
         if not context.joined:
             self.registry.agree(group)
@@ -126,14 +113,10 @@ class ParameterServerSync(LocalGradients):
         self._backward.hook()
         for index, table in self._tables.items():
             table.attach(functools.partial(self._client.look_up, index), self._backward.join_in)
-        if self._elastic and context.rank == 0:
+        if self.strategy.elastic and context.rank == 0:
             self._unserved.publish_loop()
-        elif self._elastic and context.joined:
+        elif self.strategy.elastic and context.joined:
             self._unserved.load_loop()
-
-    @property
-    def _elastic(self) -> bool:
-        return self.strategy.mode != "sync"
 
     def _check(self) -> None:
         """Called while this worker waits for a server: raises if the wait is in vain."""
@@ -177,7 +160,11 @@ class ParameterServerSync(LocalGradients):
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> bool:
         self.registry.check_optimizer(optimizer)
-        self._check_groups(optimizer)
+        if _group_sizes(optimizer) != self._group_sizes[id(optimizer)]:
+            raise HoraError(
+                f"{type(optimizer).__name__} has got a parameter since job.prepare(), and the servers have none of it: "
+                "complete the optimizer first, then prepare it"
+            )
         if self.hooks.halted:
             self._drop()
             return False
@@ -206,13 +193,6 @@ class ParameterServerSync(LocalGradients):
             return False
         return True
 
-    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        if [len(group["params"]) for group in optimizer.param_groups] != self._group_sizes[id(optimizer)]:
-            raise HoraError(
-                f"{type(optimizer).__name__} has got a parameter since job.prepare(), and the servers have none of it: "
-                "complete the optimizer first, then prepare it"
-            )
-
     def _report_nonfinite(self, text: str) -> bool:
         self._accumulation.clear()
         self.outcome.skipped = text
@@ -223,7 +203,7 @@ class ParameterServerSync(LocalGradients):
         return False
 
     def _open_step(self, optimizer: torch.optim.Optimizer) -> None:
-        with self._timed():
+        with self.traffic.timed(lambda: self._client.pushed_bytes):
             self._flat_parameters.collect(optimizer)
             self.push_pull(self.registry.optimizers.index(optimizer), self._flat_parameters.gradient)
             self._flat_parameters.clear()
@@ -234,17 +214,6 @@ class ParameterServerSync(LocalGradients):
         for group in optimizer.param_groups:
             self._swapped.append(group["params"])
             group["params"] = []
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        """What happens inside is communication."""
-        begin_s, pushed_bytes = time.perf_counter(), self._client.pushed_bytes
-        yield
-        seconds = time.perf_counter() - begin_s
-        self.traffic.num_exchanges += 1
-        self.traffic.comm_s += seconds
-        self.traffic.exposed_s += seconds
-        self.traffic.sent_bytes += self._client.pushed_bytes - pushed_bytes
 
     def push_pull(self, number: int, gradient: Callable[[ParameterBlock], torch.Tensor | None]) -> None:
         """One step of optimizer `number`: every block's gradient to its server, every block's parameters back."""
@@ -274,7 +243,8 @@ class ParameterServerSync(LocalGradients):
             count = 0
         if strategy.mode != "sync":
             scale *= total / expected if expected else 1.0
-            scale *= self._clipping()
+            if strategy.clip_norm is not None:  # in sync the servers clip, which have the gradient of all workers
+                scale *= min(1.0, strategy.clip_norm / (self._flat_parameters.norm() * self._scale + 1e-6))
         self.registry.refresh_buffers()
         changed = self.context.rank == 0 and self.registry.signature() != self._buffer_versions
         return BeginStep(
@@ -294,13 +264,6 @@ class ParameterServerSync(LocalGradients):
             eligible=self._eligible,
             reaches=self.hooks.step + (number == 0),
         )
-
-    def _clipping(self) -> float:
-        """What `clip_norm` multiplies this gradient by: alone, a worker has all of it."""
-        if self.strategy.clip_norm is None:
-            return 1.0
-        norm = self._flat_parameters.norm() * self._scale
-        return min(1.0, self.strategy.clip_norm / (norm + 1e-6))
 
     def _conclude(self, readies: list[ChunkReady]) -> None:
         """The step's result is here: what the servers said of it."""
@@ -373,16 +336,7 @@ class ParameterServerSync(LocalGradients):
             if not self.lockstep:
                 self._client.leave_loop()
                 self._refresh()
-                self._share_unserved()
-
-    def _share_unserved(self) -> None:
-        """A worker that leaves its loop after rank 0 takes rank 0's buffers; one that leaves before keeps its own."""
-        if self.context.rank:
-            self._unserved.load(self.hooks.loop)
-        else:
-            self._unserved.publish()
-            if self._elastic:
-                self._unserved.publish_loop()
+                self._unserved.share(self.context.rank, self.strategy.elastic)
 
     def _pulled(self) -> None:
         """The parameters are those of the servers."""
@@ -407,13 +361,7 @@ class ParameterServerSync(LocalGradients):
         return [self._client.get_blob(link.number, "stats") for link in self._client.connections]
 
     def _summary(self) -> str:
-        wire = self.strategy.wire
-        if wire == "fp32" or not self._num_pushes:
-            return ""
-        sent, plain = (num / self._num_pushes / 1e6 for num in (self._client.pushed_bytes, self._client.plain_bytes))
-        if not any(link.encodes for link in self._client.connections):
-            return f"wire={wire} had no effect: all servers are on this host, where gradients do not travel"
-        return f"wire={wire}: pushes {sent:.1f} MB instead of {plain:.1f} MB per step"
+        return _compression_summary(self.strategy.wire, self._num_pushes, self._client)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
@@ -450,6 +398,34 @@ class ParameterServerSync(LocalGradients):
         if self.home.rank == 0:
             self._archive.put(states)
         self.home.barrier("optimizer state restored")
+
+
+def _check_options(strategy: PS, num_optimizers: int, size: int, has_embeddings: bool) -> None:
+    """ValueError for options that do not go with these models, optimizers or workers."""
+    for option in ("sync_every", "backup"):
+        if getattr(strategy, option) and num_optimizers > 1:
+            raise ValueError(f"{option} counts the steps of one optimizer, and job.prepare() got several")
+    if strategy.backup >= size > 1:
+        raise ValueError(f"backup={strategy.backup} of {size} workers leaves no worker to step with")
+    if has_embeddings and (strategy.backup or strategy.correct == "dc"):
+        option = "backup" if strategy.backup else "correct=dc"
+        raise ValueError(
+            f"{option} needs a copy of the parameters that a worker has pulled, and there is none of a "
+            "ServerEmbedding: leave one of them out"
+        )
+
+
+def _group_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _compression_summary(wire: str, num_pushes: int, client: ServerClient) -> str:
+    if wire == "fp32" or not num_pushes:
+        return ""
+    if not any(connection.encodes for connection in client.connections):
+        return f"wire={wire} had no effect: all servers are on this host, where gradients do not travel"
+    sent, plain = (num / num_pushes / 1e6 for num in (client.pushed_bytes, client.plain_bytes))
+    return f"wire={wire}: pushes {sent:.1f} MB instead of {plain:.1f} MB per step"
 
 
 def _nth(number: int) -> str:
