@@ -118,7 +118,10 @@ def test_every_strategy_text_of_the_benchmark_exists() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--only", "single,rign"], "there is no contestant 'rign'; did you mean 'ring'? there are: single"),
+        (
+            ["--only", "single,rign"],
+            "there is no contestant 'rign'; did you mean 'ring'? there are: single, single/kept,",
+        ),
         (["--model", "rnn"], "'rnn' is not one of 'mlp', 'gpt', 'cnn'"),
         (["--steps", "0"], "--steps takes a whole number of at least 1, not '0'"),
         (["--only", "single", "--all"], "--only and --all contradict each other"),

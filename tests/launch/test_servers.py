@@ -128,7 +128,7 @@ def test_a_default_number_of_servers_is_explained_in_one_line_and_recorded(launc
     [
         (
             ["--strategy", "ring", "--servers", "2"],
-            "hora run: --servers 2: strategy 'ring' uses none; strategies with",
+            "hora run: --servers 2: strategy 'ring' uses none; strategies with servers",
         ),
         (["--strategy", "ring", "--servers", "colocated"], "--servers colocated: strategy 'ring' uses none"),
         ([*PS, "--servers", "0"], "hora run: --servers takes a whole number of at least 1, or colocated, not '0'"),
