@@ -1,4 +1,4 @@
-"""The line to the coordinator never waits in silence."""
+"""A long wait on the connection to the coordinator is logged and named."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_a_join_that_takes_long_names_the_ranks_that_are_missing(
 
 
 def test_a_value_that_nobody_puts_is_named_when_the_wait_ends() -> None:
-    line = InProcessCoordinator(1).connect()
-    line.join(Member("worker", 0, "here", 1))
+    connection = InProcessCoordinator(1).connect()
+    connection.join(Member("worker", 0, "here", 1))
     with pytest.raises(Timeout, match="key 'the moon' to be put"):
-        line.get("the moon", timeout_s=0.2)
+        connection.get("the moon", timeout_s=0.2)
 
 
 def test_a_value_put_later_ends_the_wait() -> None:

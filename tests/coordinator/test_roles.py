@@ -1,4 +1,4 @@
-"""Servers, workers that join later, and visitors: the state machine driven directly, and the line that names them."""
+"""Servers, workers that join later, and visitors: in the state machine, and as the connection names them."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ def test_a_senseless_reservation_is_refused(count: int) -> None:
 
 def test_the_line_gives_the_first_of_the_ranks_that_it_reserved() -> None:
     hub = InProcessCoordinator(1)
-    line = hub.connect()
-    line.join(Member("worker", 0, "here", 1))
+    connection = hub.connect()
+    connection.join(Member("worker", 0, "here", 1))
     visitor = hub.connect()
     visitor.join(Member("visitor", 5, "here", 5))
     assert (visitor.reserve(2), visitor.reserve(1)) == (1, 3)

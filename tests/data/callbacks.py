@@ -1,4 +1,4 @@
-"""Seats that write down what a loader calls, and ranks that iterate one after the other."""
+"""LoaderCallbacks that record what a loader calls, and ranks that iterate one after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hora.data import BatchSlice, Shard, shard
 
 
 class Recorder:
-    """A seat that records every call as (verb, what it was about)."""
+    """A callbacks that records every call as (verb, what it was about)."""
 
     def __init__(self, rank: int = 0, size: int = 1, board: list[torch.Tensor] | None = None) -> None:
         self.rank = rank
@@ -112,9 +112,9 @@ def global_batches(loaders: list[Shard]) -> list[list[int]]:
     """The samples of every global batch of one epoch, all ranks put together in order of rank."""
     batches: dict[int, list[int]] = {}
     for loader in loaders:
-        seat = loader._callbacks
+        callbacks = loader._callbacks
         for batch in loader:
-            number = seat.calls[-1][1]  # type: ignore[attr-defined]
+            number = callbacks.calls[-1][1]  # type: ignore[attr-defined]
             batches.setdefault(number, []).extend(batch.tolist())
     return [batches[number] for number in sorted(batches)]
 

@@ -1,4 +1,4 @@
-"""Workers that do not step together: blocks are leased, every sample is done once, nobody waits but at the very end."""
+"""Workers that do not step together: blocks are leased, every sample is done once, workers wait only at the end."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hora.rendezvous.context import RunContext
 TOKEN = b"t" * 32
 
 
-class Seat(Recorder):
-    """A worker's seat that knows which epoch it is in, and of how many."""
+class LeasedCallbacks(Recorder):
+    """A worker's callbacks that knows which epoch it is in, and of how many."""
 
     def __init__(self, rank: int, size: int, num_epochs: int) -> None:
         super().__init__(rank, size)
@@ -55,15 +55,15 @@ class Worker:
         self, hub: InProcessCoordinator, rank: int, size: int, num_epochs: int = 1, leased: bool = True
     ) -> None:
         self.rank = rank
-        self.seat = Seat(rank, size, num_epochs)
-        self.line = hub.connect()
+        self.callbacks = LeasedCallbacks(rank, size, num_epochs)
+        self.control = hub.connect()
         self.seen: list[tuple[int | None, int]] = []  # epoch of the loop, sample
         self.error: BaseException | None = None
         self.service = DataService(
-            RunContext(control=self.line, rank=rank, token=TOKEN, timeout_s=20.0),
+            RunContext(control=self.control, rank=rank, token=TOKEN, timeout_s=20.0),
             leased=leased,
-            last=self.seat.last,
-            idle=self.seat.waits.append,
+            last=self.callbacks.last,
+            idle=self.callbacks.waits.append,
         )
 
     def start(self, work: Callable[[Worker], None]) -> None:
@@ -72,7 +72,7 @@ class Worker:
 
     def _run(self, work: Callable[[Worker], None]) -> None:
         try:
-            self.line.join(Member("worker", self.rank, "here", 1))
+            self.control.join(Member("worker", self.rank, "here", 1))
             work(self)
         except BaseException as error:
             self.error = error
@@ -84,11 +84,11 @@ class Worker:
             raise self.error
 
     def shard(self, data: Any, **options: Any) -> Shard:
-        return shard(data, self.seat, service=self.service, **{"batch_size": 2, **options})
+        return shard(data, self.callbacks, service=self.service, **{"batch_size": 2, **options})
 
     def train(self, loader: Shard, each: Callable[[], None] = lambda: None) -> None:
-        for epoch in range(self.seat.num_epochs):
-            self.seat.now = epoch
+        for epoch in range(self.callbacks.num_epochs):
+            self.callbacks.now = epoch
             for batch in loader:
                 each()
                 self.seen += [(epoch, number) for number in batch.tolist()]
@@ -124,10 +124,12 @@ def test_fast_and_slow_workers_do_every_sample_once(num_workers: int) -> None:
 def test_a_block_is_a_stretch_of_the_epochs_order_and_weighs_one() -> None:
     (worker,) = run(1, lambda worker: worker.train(worker.shard(Numbers(7), shuffle=True, seed=3), lambda: None))
     assert [number for _, number in worker.seen] == order(7, True, 3, 0).tolist()
-    assert [(p.batch, p.start, p.mine, p.total) for p in worker.seat.portions] == [
+    assert [(p.batch, p.start, p.mine, p.total) for p in worker.callbacks.portions] == [
         (0, 0, 2, 2), (1, 2, 2, 2), (2, 4, 2, 2), (3, 6, 1, 1),
     ]  # fmt: skip
-    assert all(p.whole and p.weight == 1 and p.size == 1 and isinstance(p, LeasedBlock) for p in worker.seat.portions)
+    assert all(
+        p.whole and p.weight == 1 and p.size == 1 and isinstance(p, LeasedBlock) for p in worker.callbacks.portions
+    )
     assert BatchSlice.deal(0, 0, 5, 0, 2).weight == pytest.approx(3 * 2 / 5)
 
 
@@ -175,7 +177,7 @@ def test_what_a_slow_worker_has_not_begun_is_taken_over() -> None:
     workers = run(2, work)
     assert seen(workers) == list(range(20))
     assert len(workers[0].seen) == 2  # what it had begun; two more batches were read for it in vain
-    assert workers[1].seat.waits == [True, False]
+    assert workers[1].callbacks.waits == [True, False]
 
 
 def test_a_dead_workers_block_is_done_by_another_who_waits_for_it_in_the_last_epoch() -> None:
@@ -198,7 +200,7 @@ def test_a_dead_workers_block_is_done_by_another_who_waits_for_it_in_the_last_ep
     workers[1].start(work)
     workers[1].join()
     assert sorted(number for _, number in workers[1].seen) == list(range(10))
-    assert workers[1].seat.waits == [True, False]
+    assert workers[1].callbacks.waits == [True, False]
 
 
 def test_what_dies_in_an_earlier_epoch_is_read_by_that_epochs_order() -> None:
@@ -208,7 +210,7 @@ def test_what_dies_in_an_earlier_epoch_is_read_by_that_epochs_order() -> None:
     lost: list[int] = []
 
     def die(worker: Worker) -> None:
-        worker.seat.now = 0
+        worker.callbacks.now = 0
         iterator = iter(worker.shard(Numbers(12), shuffle=True))
         lost.extend(next(iterator).tolist())
         holding.set()
@@ -217,11 +219,11 @@ def test_what_dies_in_an_earlier_epoch_is_read_by_that_epochs_order() -> None:
     def work(worker: Worker) -> None:
         assert holding.wait(10)
         loader = worker.shard(Numbers(12), shuffle=True)
-        worker.seat.now = 0
+        worker.callbacks.now = 0
         worker.seen += [(0, number) for batch in loader for number in batch.tolist()]
-        assert worker.seat.waits == []  # it is not the last epoch: nobody idles
+        assert worker.callbacks.waits == []  # it is not the last epoch: nobody idles
         hub.died(0, "killed")
-        worker.seat.now = 1
+        worker.callbacks.now = 1
         worker.seen += [(1, number) for batch in loader for number in batch.tolist()]
 
     workers[0].start(die)
@@ -246,7 +248,7 @@ def test_a_stop_ends_the_wait_and_the_epoch_is_not_over() -> None:
 
     def work(worker: Worker) -> None:
         assert holding.wait(10)
-        threading.Timer(0.2, setattr, (worker.seat, "stop", True)).start()
+        threading.Timer(0.2, setattr, (worker.callbacks, "stop", True)).start()
         loader = worker.shard(Numbers(4))
         worker.train(loader)
         assert loader.state() == {"epoch": 0, "batch": 0, "done": [[0, [[2, 4]]]]}
@@ -256,7 +258,7 @@ def test_a_stop_ends_the_wait_and_the_epoch_is_not_over() -> None:
         worker.start(script)
     for worker in workers:
         worker.join()
-    assert workers[1].seat.waits == [True, False]
+    assert workers[1].callbacks.waits == [True, False]
 
 
 def test_breaking_out_gives_back_what_was_taken() -> None:
@@ -277,8 +279,8 @@ def test_a_step_that_was_taken_counts_though_the_loop_is_left() -> None:
         loader = worker.shard(Numbers(8))
         for _ in loader:
             assert loader.ledger is not None
-            loader.ledger.done(worker.seat.portions[-1])
-            loader.ledger.done(worker.seat.portions[-1])
+            loader.ledger.done(worker.callbacks.portions[-1])
+            loader.ledger.done(worker.callbacks.portions[-1])
             assert loader.view().num_done == 1
             break
         assert loader.view().num_done == 1
@@ -289,7 +291,7 @@ def test_a_step_that_was_taken_counts_though_the_loop_is_left() -> None:
 def test_two_loops_in_one_epoch_are_two_passes() -> None:
     def work(worker: Worker) -> None:
         loader = worker.shard(Numbers(8))
-        worker.seat.now = 0
+        worker.callbacks.now = 0
         for _ in range(2):
             for batch in loader:
                 worker.seen += [(0, number) for number in batch.tolist()]
@@ -311,20 +313,20 @@ def test_a_restored_run_does_exactly_the_rest(size: int) -> None:
     states: list[dict[str, Any]] = []
 
     def first(worker: Worker) -> None:
-        worker.seat.now = 0
+        worker.callbacks.now = 0
         loader = worker.shard(Numbers(24), shuffle=True, batch_size=None, global_batch=6)
         for batch in loader:
             worker.seen += [(0, number) for number in batch.tolist()]
             if len(worker.seen) == 12:
                 break
-        worker.seat.now = None
+        worker.callbacks.now = None
         states.append(json.loads(json.dumps(loader.state())))
 
     def second(worker: Worker) -> None:
         loader = worker.shard(Numbers(24), shuffle=True, batch_size=None, global_batch=6)
         loader.load(states[-1])
         assert loader.state() == states[-1]
-        worker.seat.now = 0
+        worker.callbacks.now = 0
         assert loader.view().num_done >= 1
         worker.train(loader)
 
@@ -343,7 +345,7 @@ def test_a_dealt_state_is_gone_on_with_and_one_that_does_not_fit_is_refused() ->
         assert [number for _, number in worker.seen] == [2, 3, 4, 5, 6, 7]
         loader.load({"epoch": 3, "batch": 9})
         with pytest.raises(ValueError, match="has only 8: restore with the dataset"):
-            worker.seat.now = 3
+            worker.callbacks.now = 3
             list(loader)
         with pytest.raises(ValueError, match="is no state of a loader"):
             loader.load({"epoch": 0, "batch": 0, "done": [[0, [1]]]})
@@ -359,8 +361,8 @@ def test_a_leased_state_can_be_dealt() -> None:
 
 def test_evaluations_are_dealt_and_one_who_joined_reads_everything() -> None:
     def work(worker: Worker) -> None:
-        worker.seat.trains = False
-        worker.seat.size = 2
+        worker.callbacks.trains = False
+        worker.callbacks.size = 2
         worker.train(worker.shard(Numbers(8)))
 
     workers = run(3, work)
@@ -499,14 +501,14 @@ def test_the_source_stays_until_the_others_have_read() -> None:
         loader = worker.shard(Numbers(12), source=0)
         worker.train(loader, lambda: time.sleep(0.1 * worker.rank))
         worker.service.close()
-        worker.line.leave()
+        worker.control.leave()
 
     assert seen(run(2, work, leased=False)) == list(range(12))
 
 
 def test_counts_of_all_workers_add_up_in_the_views() -> None:
     workers = run(3, lambda worker: worker.train(worker.shard(Numbers(33))), num_epochs=3)
-    (view,) = workers[0].line.lease_views()
+    (view,) = workers[0].control.lease_views()
     assert (view["epoch"], view["num_done"], view["samples_done"]) == (2, 17, 33)
     assert sum(each["num_done"] for each in view["workers"]) == 17
     assert Counter(epoch for worker in workers for epoch, _ in worker.seen) == {0: 33, 1: 33, 2: 33}

@@ -1,4 +1,4 @@
-"""A loader gives every worker its part, tells its seat what happens, and goes on where it stood."""
+"""A loader gives every worker its part, calls its callbacks, and resumes from a saved state."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_epochs_differ_with_shuffle_and_repeat_with_the_seed() -> None:
 
 
 def test_the_epoch_of_the_job_beats_the_loaders_own_count() -> None:
-    seat = Recorder()
-    loader = shard(Numbers(30), seat, batch_size=30, shuffle=True)
+    callbacks = Recorder()
+    loader = shard(Numbers(30), callbacks, batch_size=30, shuffle=True)
     own = [[batch.tolist() for batch in loader] for _ in range(3)]
-    seat.now = 1
+    callbacks.now = 1
     assert [batch.tolist() for batch in loader] == own[1]
     assert [batch.tolist() for batch in loader] == own[1]
-    seat.now = None
+    callbacks.now = None
     assert [batch.tolist() for batch in loader] == own[2]
 
 
@@ -81,11 +81,11 @@ def test_collate_and_drop_last_are_the_users() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_without_samples_is_an_epoch_without_batches(num_workers: int) -> None:
-    seat = Recorder()
-    loader = shard([], seat, batch_size=2, num_workers=num_workers)
+    callbacks = Recorder()
+    loader = shard([], callbacks, batch_size=2, num_workers=num_workers)
     assert len(loader) == 0
     assert list(loader) == []
-    assert seat.verbs() == ["enter", "leave"]
+    assert callbacks.verbs() == ["enter", "leave"]
     assert loader.state() == {"epoch": 1, "batch": 0}
 
 
@@ -102,11 +102,11 @@ def test_a_dataset_that_grows_counts_from_the_next_epoch() -> None:
 
 
 def test_the_seat_hears_everything_in_order() -> None:
-    seat = Recorder()
-    loader = shard(Numbers(3), seat, batch_size=2)
+    callbacks = Recorder()
+    loader = shard(Numbers(3), callbacks, batch_size=2)
     for _ in loader:
-        seat.calls.append(("user", None))
-    assert seat.calls == [
+        callbacks.calls.append(("user", None))
+    assert callbacks.calls == [
         ("enter", loader),
         ("begin", 0),
         ("user", None),
@@ -119,37 +119,37 @@ def test_the_seat_hears_everything_in_order() -> None:
 
 
 def test_a_worker_without_samples_is_absent_while_training_only() -> None:
-    seat = Recorder(rank=2, size=3)
-    loader = shard(Numbers(8), seat, global_batch=3)
+    callbacks = Recorder(rank=2, size=3)
+    loader = shard(Numbers(8), callbacks, global_batch=3)
     assert torch.cat(list(loader)).tolist() == [2, 5]
-    assert seat.calls[-2:] == [("absent", 2), ("leave", True)]
-    seat.trains = False
-    seat.calls.clear()
+    assert callbacks.calls[-2:] == [("absent", 2), ("leave", True)]
+    callbacks.trains = False
+    callbacks.calls.clear()
     assert torch.cat(list(loader)).tolist() == [2, 5]
-    assert "absent" not in seat.verbs()
+    assert "absent" not in callbacks.verbs()
     assert loader.view().num_done == 3
 
 
 def test_a_worker_that_never_has_samples_is_absent_in_every_batch() -> None:
-    seat = Recorder(rank=3, size=4)
-    assert list(shard(Numbers(6), seat, global_batch=3)) == []
-    assert seat.verbs() == ["enter", "absent", "absent", "leave"]
+    callbacks = Recorder(rank=3, size=4)
+    assert list(shard(Numbers(6), callbacks, global_batch=3)) == []
+    assert callbacks.verbs() == ["enter", "absent", "absent", "leave"]
 
 
 def test_break_leaves_at_once() -> None:
-    seat = Recorder()
-    for _ in shard(Numbers(6), seat, batch_size=2):
+    callbacks = Recorder()
+    for _ in shard(Numbers(6), callbacks, batch_size=2):
         break
-    assert seat.calls[1:] == [("begin", 0), ("leave", False)]
+    assert callbacks.calls[1:] == [("begin", 0), ("leave", False)]
 
 
 def test_an_exception_of_the_users_leaves_at_once_even_while_its_traceback_lives() -> None:
-    seat = Recorder()
+    callbacks = Recorder()
     with pytest.raises(RuntimeError, match="mine") as caught:
-        for _ in shard(Numbers(6), seat, batch_size=2):
+        for _ in shard(Numbers(6), callbacks, batch_size=2):
             raise RuntimeError("mine")
     assert caught.value.__traceback__ is not None
-    assert seat.calls[-1] == ("leave", False)
+    assert callbacks.calls[-1] == ("leave", False)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -160,21 +160,21 @@ def test_an_exception_of_the_dataset_reaches_the_user(num_workers: int) -> None:
                 raise KeyError("sample 3 is broken")
             return index
 
-    seat = Recorder()
-    loader = shard(Broken(6), seat, batch_size=2, num_workers=num_workers)
+    callbacks = Recorder()
+    loader = shard(Broken(6), callbacks, batch_size=2, num_workers=num_workers)
     with pytest.raises(KeyError, match="sample 3 is broken"):
         list(loader)
-    assert seat.calls[-1] == ("leave", False)
+    assert callbacks.calls[-1] == ("leave", False)
     assert loader.state() == {"epoch": 0, "batch": 1}
     assert multiprocessing.active_children() == []
 
 
 def test_stopping_ends_the_loop_before_the_next_batch() -> None:
-    seat = Recorder()
-    seat.stop_before = 2
-    loader = shard(Numbers(10), seat, batch_size=2)
+    callbacks = Recorder()
+    callbacks.stop_before = 2
+    loader = shard(Numbers(10), callbacks, batch_size=2)
     assert torch.cat(list(loader)).tolist() == [0, 1, 2, 3]
-    assert seat.calls[-1] == ("leave", True)
+    assert callbacks.calls[-1] == ("leave", True)
     assert loader.state() == {"epoch": 0, "batch": 2}
     view = loader.view()
     assert (view.num_done, view.num_leased, view.num_pending) == (2, 0, 3)
@@ -208,19 +208,19 @@ def test_an_abandoned_iteration_is_closed_first() -> None:
     class Holder:
         pass
 
-    seat = Recorder()
-    loader = shard(Numbers(6), seat, batch_size=2)
+    callbacks = Recorder()
+    loader = shard(Numbers(6), callbacks, batch_size=2)
     gc.disable()
     try:
         holder = Holder()
         holder.me, holder.iterator = holder, iter(loader)  # type: ignore[attr-defined]
         next(holder.iterator)  # type: ignore[attr-defined]
         del holder
-        assert seat.verbs() == ["enter", "begin"]
+        assert callbacks.verbs() == ["enter", "begin"]
         assert len(list(loader)) == 3
     finally:
         gc.enable()
-    assert seat.verbs()[:4] == ["enter", "begin", "leave", "enter"]
+    assert callbacks.verbs()[:4] == ["enter", "begin", "leave", "enter"]
 
 
 def test_the_state_counts_batches_that_are_done() -> None:
@@ -235,11 +235,11 @@ def test_a_batch_whose_step_is_over_can_be_counted_before_the_user_comes_back() 
             super().begin(loader, portion)
             self.portion = portion
 
-    seat = Eager()
-    loader = shard(Numbers(6), seat, batch_size=2)
+    callbacks = Eager()
+    loader = shard(Numbers(6), callbacks, batch_size=2)
     for _ in loader:
         assert loader.ledger is not None
-        loader.ledger.done(seat.portion)
+        loader.ledger.done(callbacks.portion)
         break
     assert loader.state() == {"epoch": 0, "batch": 1}
 
@@ -273,13 +273,13 @@ def test_a_state_at_the_end_of_an_epoch_leaves_nothing_of_it() -> None:
 
 
 def test_a_state_counts_for_its_own_epoch_only() -> None:
-    seat = Recorder()
-    loader = shard(Numbers(6), seat, batch_size=2)
-    seat.now = 2
+    callbacks = Recorder()
+    loader = shard(Numbers(6), callbacks, batch_size=2)
+    callbacks.now = 2
     loader.load({"epoch": 2, "batch": 1})
     assert torch.cat(list(loader)).tolist() == [2, 3, 4, 5]
     loader.load({"epoch": 2, "batch": 1})
-    seat.now = 3
+    callbacks.now = 3
     assert torch.cat(list(loader)).tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -298,12 +298,12 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
 
 
 def test_a_state_beyond_the_end_is_refused_and_the_loader_left() -> None:
-    seat = Recorder()
-    loader = shard(Numbers(6), seat, batch_size=2)
+    callbacks = Recorder()
+    loader = shard(Numbers(6), callbacks, batch_size=2)
     loader.load({"epoch": 0, "batch": 9})
     with pytest.raises(ValueError, match="resumes at batch 9 of the epoch, but it has only 3"):
         list(loader)
-    assert seat.calls[-1] == ("leave", False)
+    assert callbacks.calls[-1] == ("leave", False)
     assert len(list(loader)) == 3
 
 
@@ -345,10 +345,10 @@ def test_processes_read_the_samples_and_none_is_left() -> None:
 
 
 def test_an_absent_worker_with_processes_keeps_in_step() -> None:
-    seat = Recorder(rank=1, size=2)
-    seen = torch.cat(list(shard(Numbers(7), seat, global_batch=2, num_workers=2))).tolist()
+    callbacks = Recorder(rank=1, size=2)
+    seen = torch.cat(list(shard(Numbers(7), callbacks, global_batch=2, num_workers=2))).tolist()
     assert seen == [1, 3, 5]
-    assert [call for call in seat.calls if call[0] in ("begin", "absent")] == [
+    assert [call for call in callbacks.calls if call[0] in ("begin", "absent")] == [
         ("begin", 0),
         ("begin", 1),
         ("begin", 2),

@@ -35,10 +35,10 @@ def test_a_loader_around_a_stream_brings_its_options() -> None:
 
 
 def test_the_short_last_batch_is_dealt_like_any_other() -> None:
-    seats = [Recorder(rank, 3) for rank in range(3)]
-    seen = [torch.cat(list(shard(Count(8), seat, global_batch=6))).tolist() for seat in seats]
+    all_callbacks = [Recorder(rank, 3) for rank in range(3)]
+    seen = [torch.cat(list(shard(Count(8), callbacks, global_batch=6))).tolist() for callbacks in all_callbacks]
     assert seen == [[0, 1, 6], [2, 3, 7], [4, 5]]
-    assert seats[2].calls[-2:] == [("absent", 1), ("leave", True)]
+    assert all_callbacks[2].calls[-2:] == [("absent", 1), ("leave", True)]
 
 
 def test_nobody_knows_the_length_unless_the_stream_does() -> None:
@@ -49,10 +49,10 @@ def test_nobody_knows_the_length_unless_the_stream_does() -> None:
 
 
 def test_an_empty_stream_is_an_epoch_without_batches() -> None:
-    seat = Recorder()
-    loader = shard(Count(0), seat, batch_size=2)
+    callbacks = Recorder()
+    loader = shard(Count(0), callbacks, batch_size=2)
     assert list(loader) == []
-    assert seat.verbs() == ["enter", "leave"]
+    assert callbacks.verbs() == ["enter", "leave"]
     assert loader.state() == {"epoch": 1, "batch": 0}
 
 
@@ -83,12 +83,12 @@ def test_a_stream_shorter_than_its_state_is_refused() -> None:
 
 
 def test_break_lets_go_of_the_reading_process() -> None:
-    seat = Recorder()
-    loader = shard(Count(100), seat, batch_size=2, num_workers=1)
+    callbacks = Recorder()
+    loader = shard(Count(100), callbacks, batch_size=2, num_workers=1)
     for _ in loader:
         assert len(multiprocessing.active_children()) == 1
         break
-    assert seat.calls[-1] == ("leave", False)
+    assert callbacks.calls[-1] == ("leave", False)
     assert multiprocessing.active_children() == []
     assert loader.state() == {"epoch": 0, "batch": 0}
 
@@ -100,10 +100,10 @@ def test_an_exception_of_the_stream_reaches_the_user(num_workers: int) -> None:
             yield from range(3)
             raise KeyError("the stream is broken")
 
-    seat = Recorder()
+    callbacks = Recorder()
     with pytest.raises(KeyError, match="the stream is broken"):
-        list(shard(Broken(9), seat, batch_size=2, num_workers=num_workers))
-    assert seat.calls[-1] == ("leave", False)
+        list(shard(Broken(9), callbacks, batch_size=2, num_workers=num_workers))
+    assert callbacks.calls[-1] == ("leave", False)
     assert multiprocessing.active_children() == []
 
 

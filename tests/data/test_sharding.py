@@ -199,9 +199,9 @@ class Mine(Sampler[list[int]]):
         yield [0]
 
 
-def refuse(data: Any, words: str, seat: Any = None, **options: Any) -> None:
+def refuse(data: Any, words: str, callbacks: Any = None, **options: Any) -> None:
     with pytest.raises(ValueError, match=words):
-        shard(data, seat or SingleWorkerCallbacks(), **options)
+        shard(data, callbacks or SingleWorkerCallbacks(), **options)
 
 
 def test_one_batch_size_is_asked_for() -> None:
@@ -248,13 +248,13 @@ def test_what_hora_cannot_deal_is_refused_with_the_way_out() -> None:
 
 
 def test_a_sampler_must_keep_its_word() -> None:
-    seat = Recorder()
-    loader = shard(DataLoader(Numbers(4), sampler=EndlessWithLength()), seat)
+    callbacks = Recorder()
+    loader = shard(DataLoader(Numbers(4), sampler=EndlessWithLength()), callbacks)
     with pytest.raises(
         ValueError, match=r"EndlessWithLength gives more samples than the 4 of its len\(\): both must be"
     ):
         list(loader)
-    assert seat.calls[-1] == ("leave", False)
+    assert callbacks.calls[-1] == ("leave", False)
     names: Any = ["a", "b"]
     with pytest.raises(ValueError, match="list yields samples that are not integers: it must yield indices"):
         list(shard(DataLoader(Numbers(4), sampler=names), SingleWorkerCallbacks()))

@@ -1,4 +1,4 @@
-"""Who a process is, out of an environment given as a dict; and what a meeting reads from files and node lists."""
+"""The identity of a process, read from an environment given as a dict; token files and Slurm node lists."""
 
 from __future__ import annotations
 
