@@ -14,6 +14,7 @@ from collections.abc import Collection
 from urllib.parse import urlsplit
 
 import anyio
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import HttpError, error_response
@@ -56,7 +57,7 @@ class RequestGuard:
         try:
             try:
                 headers = self._check(scope)
-                if b"content-length" in headers or b"transfer-encoding" in headers:
+                if "content-length" in headers or "transfer-encoding" in headers:
                     with anyio.fail_after(BODY_S):
                         await self._read(receive, chunks)
             except HttpError as error:
@@ -95,18 +96,18 @@ class RequestGuard:
         finally:
             self._held_bytes -= num_bytes
 
-    def _check(self, scope: Scope) -> dict[bytes, bytes]:
-        headers = dict(scope["headers"])
-        host = headers.get(b"host", b"").decode("latin-1")  # uvicorn rejects a second one
+    def _check(self, scope: Scope) -> Headers:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")  # uvicorn rejects a second one
         reached = (scope.get("server") or [""])[0].lower().removeprefix("::ffff:")
         if _hostname(host) not in {*self._hosts, reached} - {""}:
             raise HttpError(f"host {host[:80]!r} is not allowed; allowed: {', '.join(sorted(self._hosts))}", 403)
-        origin = headers.get(b"origin")
-        if origin is not None and not _is_same_origin(origin.decode("latin-1"), host):
-            raise HttpError(f"requests from pages of {origin.decode('latin-1')[:80]!r} are not allowed", 403)
-        if headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate":
+        origin = headers.get("origin")
+        if origin is not None and not _is_same_origin(origin, host):
+            raise HttpError(f"requests from pages of {origin[:80]!r} are not allowed", 403)
+        if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
             raise HttpError("requests from pages of other sites are not allowed", 403)
-        num_bytes = int(headers.get(b"content-length", b"0"))  # uvicorn rejects what is not a number
+        num_bytes = int(headers.get("content-length", "0"))  # uvicorn rejects what is not a number
         if num_bytes > self._max_bytes:
             raise self._too_large(f"has {num_bytes} bytes")
         return headers

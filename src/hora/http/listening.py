@@ -36,8 +36,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen on {address}: ports go from 0 to {MAX_PORT}")
     try:
         family, *_, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        ipv6 = family == socket.AF_INET6
-        return socket.create_server(found[:2], family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=ipv6)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(found[:2], family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=both)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
         raise ValueError(

@@ -109,8 +109,9 @@ class Publisher:
         rounds, own = sync.rounds, sync.registry.parameters
         if rounds is None or sync.warming_up:
             self._round = -1  # the first round after the warm-up is new
-            version = ParameterVersion(step, round=rounds, local_step=None if rounds is None else 0)
-            return (own, version) if force or self._is_due(step) else None
+            if not force and not self._is_due(step):
+                return None
+            return own, ParameterVersion(step, round=rounds, local_step=None if rounds is None else 0)
         is_new = rounds != self._round
         if ((force or is_new) and not sync.local_steps) or (is_new and self._keeps_average()):
             self._round = rounds

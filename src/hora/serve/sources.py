@@ -51,12 +51,12 @@ class StagedParameters:
         }
         self._checked = [self.buffers[name] for name, buffer in registry.buffers.items() if is_finite(buffer.detach())]
 
-    def load(self, indices: Collection[int] | None = None, *, buffers: bool = True, check: bool = True) -> bool:
-        """Load these parameters (None: all), and the buffers, into the model. With `check`: False, without a change, if
-        a value is not finite."""
+    def load(self, indices: Collection[int] | None = None, buffers: bool = True) -> bool:
+        """Load these parameters (None: all), and the buffers, into the model; False, without a change, if a value is
+        not finite."""
         chosen = range(len(self.parameters)) if indices is None else indices
         checked = [*(self.parameters[index] for index in chosen), *(self._checked if buffers else ())]
-        if check and not all(map(is_finite, checked)):
+        if not all(map(is_finite, checked)):
             return False
         with torch.no_grad():
             for index in chosen:
@@ -237,31 +237,27 @@ def _read_stable(counters: Callable[[], list[int]], copy: Callable[[], int]) -> 
 
 
 class CheckpointSource:
-    """HoraError if the checkpoint is of another model."""
+    """HoraError if the checkpoint is of another model. Buffers that are not in it stay as the script made them."""
 
     def __init__(self, registry: ParameterRegistry, checkpoint: Checkpoint) -> None:
         saved = checkpoint.tensors("model")
-        staged = StagedParameters(registry)
-        for name, target in zip(registry.names, staged.parameters, strict=True):
+        targets: dict[str, torch.Tensor] = dict(zip(registry.names, registry.parameters, strict=True))
+        buffers = {BUFFER_PREFIX + name: buffer for name, buffer in registry.buffers.items()}
+        targets |= {name: buffer for name, buffer in buffers.items() if name in saved}
+        for name, target in targets.items():
             if name not in saved:
                 raise HoraError(f"{checkpoint.path} has no {name}: it was saved from another model")
-            _copy_saved(checkpoint, name, saved[name], target)
-        for name, target in staged.buffers.items():
-            value = saved.get(BUFFER_PREFIX + name, registry.buffers[name])  # a non-persistent buffer stays as it is
-            _copy_saved(checkpoint, name, value, target)
-        staged.load(check=False)
+            if saved[name].shape != target.shape:
+                raise HoraError(
+                    f"{name.removeprefix(BUFFER_PREFIX)} has shape {list(saved[name].shape)} in {checkpoint.path} and "
+                    f"{list(target.shape)} here: the checkpoint was saved from another model"
+                )
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.copy_(saved[name])
         self._version = ParameterVersion(checkpoint.step)
 
     def refresh(self) -> ParameterVersion | None:
         return self._version
 
     def close(self) -> None: ...
-
-
-def _copy_saved(checkpoint: Checkpoint, name: str, saved: torch.Tensor, target: torch.Tensor) -> None:
-    if saved.shape != target.shape:
-        raise HoraError(
-            f"{name} has shape {list(saved.shape)} in {checkpoint.path} and {list(target.shape)} here: the checkpoint "
-            "was saved from another model"
-        )
-    target.copy_(saved)
