@@ -38,7 +38,7 @@ class ProcessBackend(Protocol):
 
     def tick(self, now: float) -> None: ...
 
-    def take_ended(self, now: float) -> list[RunProcess]:
+    def take_ended(self) -> list[RunProcess]:
         """The processes that have ended since the last call, reaped."""
 
     def pause_output(self, paused: bool) -> None: ...

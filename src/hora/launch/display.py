@@ -108,7 +108,7 @@ class RunDisplay:
             return {}
         return {dashboard.fileno(): (select.POLLIN, self._on_connection)}
 
-    def _on_connection(self, fd: int, events: int, now: float) -> None:
+    def _on_connection(self) -> None:
         assert self._dashboard is not None and self._monitor is not None and self._screen is not None
         try:
             self._dashboard.start(self._name, self._monitor.directory, home())

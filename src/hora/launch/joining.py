@@ -80,9 +80,6 @@ class JoinedCoordinator:
     def views(self) -> str:
         return ""
 
-    def close(self) -> None:
-        pass
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Joining:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import select
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..runs.exit_codes import SECONDARY_FAILURE
 from ..terminal.screen import process_name
 from ..terminal.tracebacks import exception_of, last_traceback
+from .signal_pipe import Watched
 
 READ_BYTES = 1 << 16
 MAX_PIPE_BYTES = 1 << 20
@@ -75,9 +78,9 @@ class RunProcess:
         """Whether it has ended and `reap` was not called yet."""
         return self.returncode is None and self._code is not None
 
-    def reap(self, now: float) -> None:
+    def reap(self) -> None:
         """After `has_ended`: reads what is left in its pipes and sets `returncode`."""
-        self.read_rest(now)
+        self.read_rest()
         self.returncode = self._code
 
     def signal(self, number: int, *, group: bool) -> None:
@@ -85,30 +88,29 @@ class RunProcess:
         if self._code is None:
             self._send_signal(int(number), group)
 
-    def read(self, fd: int, now: float) -> bool:
+    def descriptors(self) -> Watched:
+        return {fd: (select.POLLIN, functools.partial(self.read, fd)) for fd in self.pipes}
+
+    def read(self, fd: int) -> bool:
         """One read of a pipe, so that a process that writes without end does not hold up the caller. True if there was
         something. At the end of the stream the pipe is closed."""
         try:
-            data = os.read(fd, READ_BYTES)
+            data = os.read(fd, READ_BYTES) if fd in self.pipes else None
         except BlockingIOError:
             return False
         if data:
-            self.pipes[fd].feed(data, now)
-        else:
+            self.pipes[fd].feed(data, time.monotonic())
+        elif data is not None:
             del self.pipes[fd]
             os.close(fd)
         return bool(data)
 
-    def read_rest(self, now: float) -> None:
+    def read_rest(self) -> None:
         """Reads the pipes until they are empty, at most what pipes can hold."""
         for fd in list(self.pipes):
             for _ in range(MAX_PIPE_BYTES // READ_BYTES):
-                if not self.read(fd, now):
+                if not self.read(fd):
                     break
-
-    def on_readable(self, fd: int, events: int, now: float) -> None:
-        if fd in self.pipes:
-            self.read(fd, now)
 
     def close_pipes(self) -> None:
         for fd in self.pipes:
@@ -120,11 +122,6 @@ class RunProcess:
         for sink in (self.out, self.err):
             if sink not in self.pipes.values():
                 sink.close()
-
-    @property
-    def is_secondary_failure(self) -> bool:
-        """Whether it failed only because another process was lost."""
-        return self.returncode == SECONDARY_FAILURE
 
     @property
     def how(self) -> str:

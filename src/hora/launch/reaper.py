@@ -74,18 +74,11 @@ def _kill_all(run: str, spare: int) -> list[int]:
 
 
 def _own_processes() -> list[int]:
-    uid = os.getuid()
     pids = []
-    try:
-        with os.scandir("/proc") as entries:
-            for entry in entries:
-                try:
-                    if entry.name.isdigit() and entry.stat().st_uid == uid:
-                        pids.append(int(entry.name))
-                except OSError:
-                    continue
-    except OSError:
-        pass
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError):
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.getuid():
+                pids.append(int(name))
     return pids
 
 

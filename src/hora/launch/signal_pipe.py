@@ -8,29 +8,23 @@ import math
 import os
 import select
 import signal
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-Handler = Callable[[int, int, float], None]  # called with the descriptor, poll's events, and the time
-Watched = dict[int, tuple[int, Handler]]  # by descriptor: events to wait for, and what handles them
+Watched = dict[int, tuple[int, Callable[[], object]]]  # by descriptor: poll's events to wait for, and their handler
 
 
-def poll(watched: Mapping[int, tuple[int, Handler]], timeout_s: float | None) -> None:
-    """Waits until a descriptor is ready or the time is over, and calls the handlers of those that are ready.
-
-    A handler may close descriptors, so a handler must expect that its own has been closed in the same call.
-    """
+def poll(watched: Watched, timeout_s: float | None) -> None:
+    """Waits until a descriptor is ready or the time is over, and calls the handlers of those that are ready. A handler
+    must expect that another one has closed its descriptor in the same call."""
     poller = select.poll()  # unlike epoll it takes regular files, which our stdout may be
     for fd, (events, _) in watched.items():
         poller.register(fd, events)
-    ready = poller.poll(None if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000))
-    now = time.monotonic()
-    for fd, events in ready:
-        watched[fd][1](fd, events, now)
+    for fd, _ in poller.poll(None if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)):
+        watched[fd][1]()
 
 
 class SignalPipe:

@@ -126,7 +126,7 @@ class Supervisor:
         """Writes what is queued for our own output. Waits for a slow reader until a stopping signal comes."""
         deadline = time.monotonic() + self._grace.drain_s if self._policy.stop_signal is not None else None
         while (watched := self._output_descriptors()) and (deadline is None or time.monotonic() < deadline):
-            watched[self._signals.fd] = (select.POLLIN, lambda fd, events, now: None)
+            watched[self._signals.fd] = (select.POLLIN, lambda: None)
             poll(watched, None if deadline is None else deadline - time.monotonic())
             if self._signals.stop_signals():
                 break
@@ -160,20 +160,15 @@ class Supervisor:
         self._screen.tick(now)
 
     def _output_descriptors(self) -> Watched:
-        return {sink.fd: (select.POLLOUT, self._on_writable) for sink in self._screen.sinks if sink.pending}
+        return {sink.fd: (select.POLLOUT, sink.write_some) for sink in self._screen.sinks if sink.pending}
 
-    def _on_writable(self, fd: int, events: int, now: float) -> None:
-        for sink in self._screen.sinks:
-            if sink.fd == fd:
-                sink.write_some()
-
-    def _on_signal(self, fd: int, events: int, now: float) -> None:
+    def _on_signal(self) -> None:
         for number in self._signals.stop_signals():
-            self._apply(self._policy.stop_requested(number, now))
+            self._apply(self._policy.stop_requested(number, time.monotonic()))
         for text in self._signals.posted():
             self._screen.log(text)
 
-    def _on_reaper_exit(self, fd: int, events: int, now: float) -> None:
+    def _on_reaper_exit(self) -> None:
         if self._context.reaper.replace():
             self._screen.log("the reaper of this run was killed; a new one was started")
         else:
@@ -206,7 +201,7 @@ class Supervisor:
         self._policy.started(slot)
 
     def _handle_exits(self, now: float) -> None:
-        ended = self._backend.take_ended(now)
+        ended = self._backend.take_ended()
         if not ended:
             return
         self._apply(self._policy.exited({process.slot: process.returncode or 0 for process in ended}, now))
@@ -266,7 +261,7 @@ class Supervisor:
         while time.monotonic() < deadline and any(p.running or p.pipes for p in self._processes.values()):
             self._turn(until=deadline)
         for process in self._processes.values():
-            process.read_rest(time.monotonic())
+            process.read_rest()
             process.close_pipes()
         self._apply(self._policy.settle())
         self._display.close_panel()

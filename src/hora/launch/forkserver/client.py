@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hora.net.framing import frame
 
+from .. import messages
 from ..channel import MessageChannel
 from ..config import RunConfig
-from ..messages import ForkProcess, FromForkServer, ProcessStarted, ServerReady, SignalProcess, decode_from_fork_server
 from ..process import OutputSink, RunProcess, Slot
 from ..process_set import INTERPRETER_ENV, token_descriptor
 from ..reaper import Reaper
@@ -84,7 +84,7 @@ class ForkServer:
         self._cwd = os.getcwd()
         shared = env.get("HORA_FORKSERVER")
         self._sock = self._connect(shared) if shared and modules else self._spawn(env, modules)
-        self._channel = MessageChannel(self._sock.fileno(), self._sock.fileno(), decode_from_fork_server)
+        self._channel = MessageChannel(self._sock.fileno(), self._sock.fileno(), messages.decode_from_fork_server)
 
     def _spawn(self, env: Mapping[str, str], modules: tuple[str, ...]) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -111,12 +111,12 @@ class ForkServer:
         watched: Watched = {}
         if not self.lost:
             events = select.POLLIN | (select.POLLOUT if self._channel.pending_bytes else 0)
-            watched[self._sock.fileno()] = (events, self._on_socket)
+            watched[self._sock.fileno()] = (events, self._receive)
         if self._stderr_fd >= 0:
             watched[self._stderr_fd] = (select.POLLIN, self._on_stderr)
         if not self._paused:
             for process in self._processes.values():
-                watched |= dict.fromkeys(process.pipes, (select.POLLIN, process.on_readable))
+                watched |= process.descriptors()
         return watched
 
     def pause_output(self, paused: bool) -> None:
@@ -133,13 +133,13 @@ class ForkServer:
     ) -> RunProcess:
         """A process that leads its own session and group, with `env` as its environment, /dev/null as stdin, and a
         descriptor with `token` whose number is in HORA_TOKEN_FD. OSError if it could not be started."""
-        request = ForkProcess(*slot, list(argv), dict(env), self._cwd, ["HORA_TOKEN_FD"], self._fork)
+        request = messages.ForkProcess(*slot, list(argv), dict(env), self._cwd, ["HORA_TOKEN_FD"], self._fork)
         message = frame(request, "arguments and environment")
         pipes = [os.pipe(), os.pipe()]
 
         def send_signal(number: int, group: bool) -> None:
             if not self.lost:
-                self._channel.send(SignalProcess(*slot, number, group))
+                self._channel.send(messages.SignalProcess(*slot, number, group))
 
         process = RunProcess(slot, socket.gethostname(), out, err, send_signal, [read for read, _ in pipes])
         self._processes[slot] = process
@@ -177,11 +177,11 @@ class ForkServer:
                 raise TimeoutError(0, f"{NAME} (pid {self.pid}) does not answer")
             self._receive()
 
-    def take_ended(self, now: float) -> list[RunProcess]:
+    def take_ended(self) -> list[RunProcess]:
         """The processes that have ended since the last call, reaped."""
         ended = [process for process in self._processes.values() if process.has_ended()]
         for process in ended:
-            process.reap(now)
+            process.reap()
             if self._reaper is not None:
                 self._reaper.forget(process.pid)
         return ended
@@ -192,15 +192,10 @@ class ForkServer:
     def tick(self, now: float) -> None:
         """Nothing to do here at a given time; HostSet has heartbeats."""
 
-    def _on_socket(self, fd: int, events: int, now: float) -> None:
-        self._channel.flush()
-        if events & ~select.POLLOUT:
-            self._receive()
-
-    def _on_stderr(self, fd: int, events: int, now: float) -> None:
+    def _on_stderr(self) -> None:
         """Warnings of the fork server itself, as torch's when it is imported."""
         with contextlib.suppress(BlockingIOError):
-            data = os.read(fd, 1 << 16)
+            data = os.read(self._stderr_fd, 1 << 16)
             if not data:
                 self._stderr_fd = -1
             for line in data.decode(errors="replace").splitlines():
@@ -209,17 +204,18 @@ class ForkServer:
 
     def _receive(self) -> None:
         """Handles what has arrived. All processes have ended if the fork server has."""
-        messages = self._channel.receive()
-        if messages is None and not self.lost:
+        self._channel.flush()
+        received = self._channel.receive()
+        if received is None and not self.lost:
             self.ready = True
             self.lost = f"{NAME} (pid {self.pid}) {self._how_it_ended()}"
             for process in self._processes.values():
                 process.exited(-signal.SIGKILL, lost=f"lost with {self.lost}")
-        for message in messages or ():
+        for message in received or ():
             self._handle(message)
 
-    def _handle(self, message: FromForkServer) -> None:
-        if isinstance(message, ServerReady):
+    def _handle(self, message: messages.FromForkServer) -> None:
+        if isinstance(message, messages.ServerReady):
             self.ready, self.pid = True, message.pid
             if message.problem and self._fork:
                 self._log(f"each rank is started as a new interpreter, since {message.problem}")
@@ -227,7 +223,7 @@ class ForkServer:
         process = self._processes.get((message.role, message.rank))
         if process is None:
             return  # its start was given up
-        if isinstance(message, ProcessStarted):
+        if isinstance(message, messages.ProcessStarted):
             process.pid, self._start_problem = message.pid, message.problem
         else:
             process.exited(message.code, message.peak_bytes)

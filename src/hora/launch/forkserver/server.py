@@ -19,16 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from hora.net.framing import FrameReader, frame
 
-from ..messages import (
-    MAX_DESCRIPTORS,
-    ForkProcess,
-    FromForkServer,
-    ProcessEnded,
-    ProcessStarted,
-    ServerReady,
-    ToForkServer,
-    decode_to_fork_server,
-)
+from .. import messages
 from ..reaper import sweep
 from . import interpreter
 
@@ -49,16 +40,16 @@ class ClientConnection:
         self.descriptors: list[int] = []  # received, for messages that are still to be handled
         self._frames = FrameReader()
 
-    def receive(self) -> list[ToForkServer] | None:
+    def receive(self) -> list[messages.ToForkServer] | None:
         """The messages that have arrived; None when the connection is closed."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self.sock, 1 << 16, MAX_DESCRIPTORS)
+            data, descriptors, _, _ = socket.recv_fds(self.sock, 1 << 16, messages.MAX_DESCRIPTORS)
         except OSError:
             return None
         self.descriptors += descriptors
-        return [decode_to_fork_server(body) for body in self._frames.feed(data)] if data else None
+        return [messages.decode_to_fork_server(body) for body in self._frames.feed(data)] if data else None
 
-    def send(self, message: FromForkServer) -> None:
+    def send(self, message: messages.FromForkServer) -> None:
         with contextlib.suppress(OSError):  # `receive` sees the end of the connection
             self.sock.sendall(frame(message))
 
@@ -70,7 +61,7 @@ class ClientConnection:
 class ForkedChild(NamedTuple):
     """In a forked child: what it must become. `warm`: it may run in the interpreter that it was forked with."""
 
-    request: ForkProcess
+    request: messages.ForkProcess
     descriptors: list[int]
     warm: bool
 
@@ -110,15 +101,15 @@ class ForkLoop:
         connection = ClientConnection(sock)
         self._connections[sock.fileno()] = connection
         self._poller.register(sock, select.POLLIN)
-        connection.send(ServerReady(self._pid, self._problem))
+        connection.send(messages.ServerReady(self._pid, self._problem))
 
     def _read(self, connection: ClientConnection) -> ForkedChild | None:
-        messages = connection.receive()
-        if messages is None:
+        received = connection.receive()
+        if received is None:
             self._end(connection)
             return None
-        for message in messages:
-            if isinstance(message, ForkProcess):
+        for message in received:
+            if isinstance(message, messages.ForkProcess):
                 child = self._start(connection, message)
                 if child is not None:
                     return child
@@ -127,7 +118,7 @@ class ForkLoop:
                     (os.killpg if message.group else os.kill)(pid, message.number)
         return None
 
-    def _start(self, connection: ClientConnection, request: ForkProcess) -> ForkedChild | None:
+    def _start(self, connection: ClientConnection, request: messages.ForkProcess) -> ForkedChild | None:
         slot = request.role, request.rank
         descriptors = connection.take_descriptors(3 + len(request.passed))
         connection.run_id = request.env.get("HORA_RUN", connection.run_id)
@@ -135,7 +126,7 @@ class ForkLoop:
         try:
             pid = os.fork()
         except OSError as problem:
-            connection.send(ProcessStarted(*slot, 0, problem.strerror or str(problem)))
+            connection.send(messages.ProcessStarted(*slot, 0, problem.strerror or str(problem)))
             return None
         finally:
             if os.getpid() == self._pid:
@@ -149,7 +140,7 @@ class ForkLoop:
             self._poller.register(pidfd, select.POLLIN)
         connection.pids[slot] = pid
         self._children[pid] = connection, slot, pidfd
-        connection.send(ProcessStarted(*slot, pid))
+        connection.send(messages.ProcessStarted(*slot, pid))
         return None
 
     def _detach_sockets(self) -> None:
@@ -174,7 +165,7 @@ class ForkLoop:
                 os.close(pidfd)
             connection.pids.pop(slot, None)
             peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-            connection.send(ProcessEnded(*slot, os.waitstatus_to_exitcode(status), peak_bytes))
+            connection.send(messages.ProcessEnded(*slot, os.waitstatus_to_exitcode(status), peak_bytes))
 
     def _end(self, connection: ClientConnection) -> None:
         """The launcher has closed its connection: nothing that was started for it stays."""

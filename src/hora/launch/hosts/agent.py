@@ -30,32 +30,10 @@ from hora.net.interface import kernel
 
 from ...net.machine import num_cores
 from ...rendezvous.environment import NAMES
+from .. import messages
 from ..channel import MessageChannel
 from ..config import check_module
 from ..forkserver.client import ForkServer
-from ..messages import (
-    FILE_BYTES,
-    OUTPUT_BYTES,
-    PROTOCOL,
-    AgentBye,
-    AgentHello,
-    EndAgent,
-    Heartbeat,
-    HoldOutput,
-    HostFacts,
-    ProbeReply,
-    ProbeRequest,
-    ProcessEnded,
-    ProcessOutput,
-    ProcessStarted,
-    RouteReply,
-    RouteRequest,
-    SignalProcess,
-    StartProcess,
-    ToAgent,
-    TraceFilePiece,
-    decode_to_agent,
-)
 from ..process import RunProcess, Slot
 from ..process_set import INTERPRETER_ENV, TRACE
 from ..reaper import Reaper, sweep
@@ -79,14 +57,15 @@ FLUSH_S = 5.0
 class AgentOutput:
     """Forwards one output stream of a process to the launcher."""
 
-    def __init__(self, channel: MessageChannel[ToAgent], slot: Slot, stream: int) -> None:
+    def __init__(self, channel: MessageChannel[messages.ToAgent], slot: Slot, stream: int) -> None:
         self._channel = channel
         self._slot = slot
         self._stream = stream
 
     def feed(self, data: bytes, now: float) -> None:
-        for start in range(0, len(data), OUTPUT_BYTES):
-            self._channel.send(ProcessOutput(*self._slot, self._stream, data[start : start + OUTPUT_BYTES]))
+        size = messages.OUTPUT_BYTES
+        for start in range(0, len(data), size):
+            self._channel.send(messages.ProcessOutput(*self._slot, self._stream, data[start : start + size]))
 
     def last_lines(self) -> list[str]:
         return []
@@ -100,14 +79,14 @@ class Agent:
 
     def __init__(self, signals: SignalPipe, stdin: int, stdout: int) -> None:
         self._signals = signals
-        self._channel = MessageChannel(stdin, stdout, decode_to_agent)
-        self._hello: AgentHello | None = None
+        self._channel = MessageChannel(stdin, stdout, messages.decode_to_agent)
+        self._hello: messages.AgentHello | None = None
         self._address = ""
         self._listener: handshake.AuthenticatedListener | None = None
         self._reaper: Reaper | None = None
         self._scratch = ""
         self._forks: ForkServer | None = None
-        self._to_start: list[StartProcess] = []  # until the fork server is ready
+        self._to_start: list[messages.StartProcess] = []  # until the fork server is ready
         self._processes: dict[Slot, RunProcess] = {}
         self._ended_at: dict[Slot, float] = {}
         self._received_at = time.monotonic()
@@ -131,7 +110,7 @@ class Agent:
             channel.read_fd: (select.POLLIN, self._on_message),
         }
         if channel.pending_bytes:
-            watched[channel.write_fd] = (select.POLLOUT, self._on_writable)
+            watched[channel.write_fd] = (select.POLLOUT, channel.flush)
         if self._forks is not None:
             self._forks.pause_output(self._hold or channel.pending_bytes >= MAX_PENDING_BYTES)
             watched |= self._forks.descriptors()
@@ -143,53 +122,52 @@ class Agent:
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_S
             if not channel.pending_bytes:  # else the queued messages prove the same
-                channel.send(Heartbeat())
+                channel.send(messages.Heartbeat())
         if channel.broken or (self._hello is not None and now - self._received_at > SILENCE_S):
             self._ending = True
 
-    def _on_signal(self, fd: int, events: int, now: float) -> None:
+    def _on_signal(self) -> None:
         if self._signals.stop_signals():
             self._ending = True
 
-    def _on_writable(self, fd: int, events: int, now: float) -> None:
-        self._channel.flush()
-
-    def _on_message(self, fd: int, events: int, now: float) -> None:
-        messages = self._channel.receive()
-        if messages is None:  # the launcher is gone
+    def _on_message(self) -> None:
+        received = self._channel.receive()
+        if received is None:  # the launcher is gone
             self._ending = True
-        self._received_at = now
-        for message in messages or ():
+        self._received_at = time.monotonic()
+        for message in received or ():
             self._handle(message)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def _handle(self, message: ToAgent) -> None:
-        if isinstance(message, AgentHello):
+    def _handle(self, message: messages.ToAgent) -> None:
+        if isinstance(message, messages.AgentHello):
             self._hello = message
             facts = self._facts(message)
             self._channel.send(facts)
             if not facts.problem:
                 self._open_fork_server(message)
-        elif self._hello is None:
+            return
+        if self._hello is None:
             raise HoraError(f"the first message must be AgentHello, not {type(message).__name__}")
-        elif isinstance(message, RouteRequest):
-            self._channel.send(self._route(message, self._hello.token))
-        elif isinstance(message, ProbeRequest):
-            self._channel.send(self._probe(message, self._hello.token))
-        elif isinstance(message, StartProcess):
-            self._to_start.append(message)
-        elif isinstance(message, SignalProcess):
-            self._signal(message)
-        elif isinstance(message, HoldOutput):
-            self._hold = message.on
-        elif isinstance(message, EndAgent):
-            self._ending = self._told_to_end = True
+        match message:
+            case messages.RouteRequest():
+                self._channel.send(self._route(message, self._hello.token))
+            case messages.ProbeRequest():
+                self._channel.send(self._probe(message, self._hello.token))
+            case messages.StartProcess():
+                self._to_start.append(message)
+            case messages.SignalProcess():
+                self._signal(message)
+            case messages.HoldOutput():
+                self._hold = message.on
+            case messages.EndAgent():
+                self._ending = self._told_to_end = True
 
-    def _facts(self, hello: AgentHello) -> HostFacts:
+    def _facts(self, hello: messages.AgentHello) -> messages.HostFacts:
         os.environ.update(hello.env)
         client, _, server, _ = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[:4]
-        return HostFacts(
+        return messages.HostFacts(
             hostname=socket.gethostname(),
             python=platform.python_version(),
             torch=_version("torch"),
@@ -204,9 +182,10 @@ class Agent:
         )
 
     @staticmethod
-    def _obstacle(hello: AgentHello) -> str:
-        if hello.protocol != PROTOCOL:
-            return f"its Hora has agent protocol {PROTOCOL}, the launcher {hello.protocol}; install the same version"
+    def _obstacle(hello: messages.AgentHello) -> str:
+        if hello.protocol != messages.PROTOCOL:
+            ours, theirs = messages.PROTOCOL, hello.protocol
+            return f"its Hora has agent protocol {ours}, the launcher's {theirs}; install the same version"
         try:
             os.chdir(hello.cwd)
         except OSError as problem:
@@ -220,7 +199,7 @@ class Agent:
             return f"script {hello.command} does not exist in {hello.cwd}; copy it there, or share the folder"
         return ""
 
-    def _route(self, route: RouteRequest, token: bytes) -> RouteReply:
+    def _route(self, route: messages.RouteRequest, token: bytes) -> messages.RouteReply:
         """Does a handshake with the coordinator, and opens a port that other hosts can probe."""
         address = ""
         try:
@@ -232,13 +211,13 @@ class Agent:
             why = str(problem)
             if not isinstance(problem, ValueError) and f"{route.host}:" not in why:
                 why = f"no route to {route.host}:{route.port}: {why}"
-            return RouteReply(address, problem=why)
+            return messages.RouteReply(address, problem=why)
         self._address = address
         self._listener = handshake.AuthenticatedListener(listening, token, PROBE, lambda sock: sock.close())
-        return RouteReply(address, interface.name_of(address), listening.getsockname()[1])
+        return messages.RouteReply(address, interface.name_of(address), listening.getsockname()[1])
 
     @staticmethod
-    def _probe(probe: ProbeRequest, token: bytes) -> ProbeReply:
+    def _probe(probe: messages.ProbeRequest, token: bytes) -> messages.ProbeReply:
         def reach(peer: tuple[str, int]) -> tuple[str, float]:
             began = time.monotonic()
             try:
@@ -249,11 +228,11 @@ class Agent:
 
         with concurrent.futures.ThreadPoolExecutor(max(1, min(32, len(probe.peers)))) as threads:
             found = list(threads.map(reach, [(peer.host, peer.port) for peer in probe.peers]))
-        return ProbeReply([problem for problem, _ in found], [seconds for _, seconds in found])
+        return messages.ProbeReply([problem for problem, _ in found], [seconds for _, seconds in found])
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
-    def _open_fork_server(self, hello: AgentHello) -> None:
+    def _open_fork_server(self, hello: messages.AgentHello) -> None:
         """It imports torch while the hosts still probe each other."""
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // hello.processes)))
         os.environ.update({**INTERPRETER_ENV, "HORA_HOST": hello.host})
@@ -262,16 +241,16 @@ class Agent:
         modules = tuple(hello.modules) if hello.processes > 1 else ()
         self._forks = ForkServer({**os.environ, "HORA_RUN": hello.mark}, modules, self._reaper, _log)
 
-    def _signal(self, message: SignalProcess) -> None:
+    def _signal(self, message: messages.SignalProcess) -> None:
         slot = (message.role, message.rank)
         process = self._processes.get(slot)
         if process is not None:
             process.signal(message.number, group=message.group)
         elif waiting := [start for start in self._to_start if (start.role, start.rank) == slot]:
             self._to_start.remove(waiting[0])
-            self._channel.send(ProcessEnded(*slot, -message.number))
+            self._channel.send(messages.ProcessEnded(*slot, -message.number))
 
-    def _start(self, forks: ForkServer, start: StartProcess) -> None:
+    def _start(self, forks: ForkServer, start: messages.StartProcess) -> None:
         assert self._hello is not None
         if self._listener is not None:
             self._listener.close()
@@ -286,21 +265,21 @@ class Agent:
         try:
             process = forks.start(slot, [sys.executable, *start.argv], env, self._hello.token, out, err)
         except OSError as problem:
-            self._channel.send(ProcessStarted(*slot, 0, problem.strerror or str(problem)))
+            self._channel.send(messages.ProcessStarted(*slot, 0, problem.strerror or str(problem)))
             return
         self._processes[slot] = process
-        self._channel.send(ProcessStarted(*slot, process.pid))
+        self._channel.send(messages.ProcessStarted(*slot, process.pid))
 
     def _report_ended(self, now: float) -> None:
         """Sends the exit codes, each after all output. Another process may hold a pipe open: then after DRAIN_S."""
-        for process in self._forks.take_ended(now) if self._forks is not None else ():
+        for process in self._forks.take_ended() if self._forks is not None else ():
             self._ended_at[process.slot] = now
         for slot, ended_at in list(self._ended_at.items()):
             process = self._processes[slot]
             if not process.pipes or now - ended_at >= DRAIN_S:
                 assert process.returncode is not None
                 process.close_pipes()
-                self._channel.send(ProcessEnded(*slot, process.returncode, process.peak_bytes))
+                self._channel.send(messages.ProcessEnded(*slot, process.returncode, process.peak_bytes))
                 del self._ended_at[slot], self._processes[slot]
 
     def _end(self) -> None:
@@ -324,7 +303,7 @@ class Agent:
             self._forks.close()
         if self._told_to_end:
             self._send_trace_files()
-            self._channel.send(AgentBye())
+            self._channel.send(messages.AgentBye())
             self._flush()
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -336,16 +315,17 @@ class Agent:
         if self._scratch and folder.is_dir():
             for path in sorted(folder.iterdir()):
                 with contextlib.suppress(OSError), path.open("rb") as file:
-                    while not self._channel.broken and (data := file.read(FILE_BYTES)):
-                        self._channel.send(TraceFilePiece(path.name, data))
+                    while not self._channel.broken and (data := file.read(messages.FILE_BYTES)):
+                        self._channel.send(messages.TraceFilePiece(path.name, data))
                         self._flush()
 
     def _flush(self) -> None:
         """Writes all that is queued. If the launcher takes nothing for FLUSH_S, the channel counts as broken."""
-        while pending := self._channel.pending_bytes:
-            poll({self._channel.write_fd: (select.POLLOUT, self._on_writable)}, FLUSH_S)
-            if self._channel.pending_bytes == pending:
-                self._channel.break_off()
+        channel = self._channel
+        while pending := channel.pending_bytes:
+            poll({channel.write_fd: (select.POLLOUT, channel.flush)}, FLUSH_S)
+            if channel.pending_bytes == pending:
+                channel.break_off()
 
 
 def _log(line: str) -> None:

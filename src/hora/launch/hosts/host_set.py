@@ -10,7 +10,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
-from ..messages import StartProcess, ToAgent
+from .. import messages
 from ..process import OutputSink, RunProcess, Slot
 from ..signal_pipe import SignalPipe, Watched, poll
 from .remote_host import ENDED, RemoteHost, Reply
@@ -34,15 +34,6 @@ def check_signals(signals: SignalPipe) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProcessPlace:
-    """The host of a process, and its rank among the workers there."""
-
-    host: RemoteHost
-    local_rank: int
-    local_size: int
-
-
-@dataclasses.dataclass(frozen=True)
 class OpenedHosts:
     """Connections to agents that have not been greeted, with the processes for each, in order. `explain` says why a
     host does not answer."""
@@ -53,22 +44,21 @@ class OpenedHosts:
 
 
 class HostSet:
-    """`places` has the host of each process; `describe` gives the start message for one. Not thread-safe."""
+    """`places` has the host of each process, and the message that starts it there. Not thread-safe."""
 
     ready = True  # agents queue the processes until they can start them
 
     def __init__(self, hosts: Sequence[RemoteHost], signals: SignalPipe, log: Callable[[str], None]) -> None:
         self.all = list(hosts)
         self.pid = 0  # there is no fork server of our own
-        self.places: dict[Slot, ProcessPlace] = {}
-        self.describe: Callable[[Slot], StartProcess]
+        self.places: dict[Slot, tuple[RemoteHost, messages.StartProcess]] = {}
         self._signals = signals
         self._log = log
         self._announced: set[int] = set()
 
     def ask(
         self,
-        request: Callable[[RemoteHost], ToAgent],
+        request: Callable[[RemoteHost], messages.ToAgent],
         kind: type[Reply],
         timeout_s: float,
         explain: Callable[[RemoteHost], str],
@@ -80,9 +70,10 @@ class HostSet:
             host.send(request(host))
         replies: dict[int, Reply] = {}
         deadline = time.monotonic() + timeout_s
+        now = time.monotonic()
         while len(replies) < len(self.all):
-            watched = {self._signals.fd: (select.POLLIN, self._on_signal), **self.descriptors()}
-            poll(watched, min(deadline - time.monotonic(), 0.2))
+            poll({self._signals.fd: (select.POLLIN, lambda: None), **self.descriptors()}, min(deadline - now, 0.2))
+            check_signals(self._signals)
             now = time.monotonic()
             for number, host in enumerate(self.all):
                 if number not in replies and (reply := host.take_reply(kind)) is not None:
@@ -94,16 +85,13 @@ class HostSet:
                 host.tick(now, reading=False)
         return [replies[number] for number in range(len(self.all))]
 
-    def _on_signal(self, fd: int, events: int, now: float) -> None:
-        check_signals(self._signals)
-
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def start(self, slot: Slot, out: OutputSink, err: OutputSink) -> RunProcess:
         """OSError if its host is lost."""
-        host = self.places[slot].host
+        host, message = self.places[slot]
         host.log = self._log
-        return host.start(self.describe(slot), out, err)
+        return host.start(message, out, err)
 
     def descriptors(self) -> Watched:
         watched: Watched = {}
@@ -128,11 +116,11 @@ class HostSet:
                 also = f"; {', '.join(names)} with it" if names else ""
                 self._log(f"host {host.name} ({host.address}) is lost: {host.lost}{also}")
 
-    def take_ended(self, now: float) -> list[RunProcess]:
+    def take_ended(self) -> list[RunProcess]:
         """The processes that have ended since the last call, reaped."""
         ended = [process for host in self.all for process in host.processes.values() if process.has_ended()]
         for process in ended:
-            process.reap(now)
+            process.reap()
         return ended
 
     def finish(self, folder: str | None) -> list[RemoteHost]:

@@ -22,24 +22,14 @@ from hora.net import interface
 from ...rendezvous.environment import NAMES
 from ...runs.run_directory import versions
 from ...terminal.format import sanitize
+from .. import messages
 from ..config import LOOPBACK, RunConfig
 from ..context import LaunchContext, OpenedBackend
 from ..forkserver.client import preloaded
-from ..messages import (
-    PROTOCOL,
-    AgentHello,
-    HostFacts,
-    ProbedPeer,
-    ProbeReply,
-    ProbeRequest,
-    RouteReply,
-    RouteRequest,
-    StartProcess,
-)
 from ..process import Slot
 from ..process_set import identity
 from . import ssh
-from .host_set import HostSet, OpenedHosts, ProcessPlace, close_all
+from .host_set import HostSet, OpenedHosts, close_all
 from .remote_host import RemoteHost
 
 if TYPE_CHECKING:
@@ -129,12 +119,13 @@ def _greet(hosts: HostSet, opened: OpenedHosts, context: LaunchContext) -> list[
         processes[host.machine] += len(slots)
         host.mark = f"{context.run_id}.{number}"  # its own, since an agent that ends kills all processes with its mark
 
-    def hello(host: RemoteHost) -> AgentHello:
+    def hello(host: RemoteHost) -> messages.AgentHello:
         script = os.getcwd(), config.command[0], config.module
-        return AgentHello(PROTOCOL, host.name, host.mark, token, *script, env, processes[host.machine], modules)
+        share = processes[host.machine]
+        return messages.AgentHello(messages.PROTOCOL, host.name, host.mark, token, *script, env, share, modules)
 
     began_ns = time.time_ns()
-    facts = hosts.ask(hello, HostFacts, OPEN_S, opened.explain)
+    facts = hosts.ask(hello, messages.HostFacts, OPEN_S, opened.explain)
     ended_ns = time.time_ns()
     names = [host.name for host in hosts.all]
     check_versions(names, facts)
@@ -158,7 +149,7 @@ def forwarded(config: RunConfig) -> dict[str, str]:
     return {**env, **dict(config.env)}
 
 
-def check_versions(names: Sequence[str], facts: Sequence[HostFacts]) -> None:
+def check_versions(names: Sequence[str], facts: Sequence[messages.HostFacts]) -> None:
     """ValueError names a host where something is missing, or where a version differs from this machine's."""
     for name, each in zip(names, facts, strict=True):
         if each.problem:
@@ -180,7 +171,7 @@ def check_versions(names: Sequence[str], facts: Sequence[HostFacts]) -> None:
                 )
 
 
-def check_distinct(names: Sequence[str], facts: Sequence[HostFacts]) -> None:
+def check_distinct(names: Sequence[str], facts: Sequence[messages.HostFacts]) -> None:
     """ValueError for one machine under two names: its GPUs and cores would be assigned twice."""
     machines: dict[str, str] = {}
     for name, each in zip(names, facts, strict=True):
@@ -254,21 +245,21 @@ def _launcher_address(config: RunConfig, host: RemoteHost) -> str:
 def _route_and_probe(hosts: HostSet, config: RunConfig) -> list[str]:
     """Every host reaches the coordinator and every other host. Returns the line that names the network."""
 
-    def route(host: RemoteHost) -> RouteRequest:
-        return RouteRequest(*host.coordinator_address, config.interface or "")
+    def route(host: RemoteHost) -> messages.RouteRequest:
+        return messages.RouteRequest(*host.coordinator_address, config.interface or "")
 
     def explain(host: RemoteHost) -> str:
         return host.lost or "its agent does not answer"
 
-    for host, routed in zip(hosts.all, hosts.ask(route, RouteReply, ROUTE_S, explain), strict=True):
+    for host, routed in zip(hosts.all, hosts.ask(route, messages.RouteReply, ROUTE_S, explain), strict=True):
         if routed.problem:
             raise ValueError(
                 f"host {host.name} cannot reach this machine: {routed.problem}; choose another network with "
                 "--interface NAME or NETWORK"
             )
         host.address, host.interface, host.port = routed.address, routed.interface, routed.port
-    peers = [ProbedPeer(host.name, host.address, host.port) for host in hosts.all]
-    replies = hosts.ask(lambda host: ProbeRequest(peers), ProbeReply, PROBE_S, explain)
+    peers = [messages.ProbedPeer(host.name, host.address, host.port) for host in hosts.all]
+    replies = hosts.ask(lambda host: messages.ProbeRequest(peers), messages.ProbeReply, PROBE_S, explain)
     slowest_s = 0.0
     for host, probed in zip(hosts.all, replies, strict=True):
         if len(probed.problems) != len(peers) or len(probed.seconds) != len(peers):
@@ -303,17 +294,14 @@ def _predictor_note(config: RunConfig, opened: OpenedHosts) -> list[str]:
 def _assign(hosts: HostSet, slots: Sequence[Sequence[Slot]], context: LaunchContext) -> None:
     """Gives each process its host and its local rank there."""
     config = context.config
-    host_of = {slot: host for host, those in zip(hosts.all, slots, strict=True) for slot in those}
-    workers: dict[str, list[Slot]] = {}  # by machine
-    for slot in sorted(slot for slot in host_of if slot[0] == "worker"):
-        workers.setdefault(host_of[slot].machine, []).append(slot)
-    for slot, host in host_of.items():
-        local = workers.get(host.machine, [])
-        hosts.places[slot] = ProcessPlace(host, local.index(slot) if slot in local else 0, max(1, len(local)))
-
-    def describe(slot: Slot) -> StartProcess:
-        at = hosts.places[slot]
-        env = identity(config, context.processes, at.host.coordinator_address, slot, at.local_rank, at.local_size)
-        return StartProcess(*slot, config.argv()[1:], env, config.trace is not None)
-
-    hosts.describe = describe
+    machine_workers: dict[str, list[Slot]] = {}
+    for host, those in zip(hosts.all, slots, strict=True):
+        machine_workers.setdefault(host.machine, []).extend(slot for slot in those if slot[0] == "worker")
+    for host, those in zip(hosts.all, slots, strict=True):
+        local = sorted(machine_workers[host.machine])
+        for slot in those:
+            local_rank = local.index(slot) if slot in local else 0
+            address, local_size = host.coordinator_address, max(1, len(local))
+            env = identity(config, context.processes, address, slot, local_rank, local_size)
+            start = messages.StartProcess(*slot, config.argv()[1:], env, config.trace is not None)
+            hosts.places[slot] = host, start

@@ -13,24 +13,8 @@ from typing import TypeVar
 import msgspec
 
 from ...terminal.format import sanitize
+from .. import messages
 from ..channel import MessageChannel
-from ..messages import (
-    AgentBye,
-    EndAgent,
-    FromAgent,
-    Heartbeat,
-    HoldOutput,
-    HostFacts,
-    HostReply,
-    ProcessEvent,
-    ProcessOutput,
-    ProcessStarted,
-    SignalProcess,
-    StartProcess,
-    ToAgent,
-    TraceFilePiece,
-    decode_from_agent,
-)
 from ..process import OutputSink, RunProcess, Slot
 from ..signal_pipe import Watched
 
@@ -43,7 +27,7 @@ MAX_REPLIES = 16
 MAX_HELD_BYTES = 64 << 20  # the agent's own queue, and what pipes and sockets on the way hold
 ERROR_LINES = 30  # ssh's warning of a changed host key has a dozen
 
-Reply = TypeVar("Reply", bound=HostReply)
+Reply = TypeVar("Reply", bound=messages.HostReply)
 
 
 class RemoteHost:
@@ -59,7 +43,7 @@ class RemoteHost:
         self.name = name
         self.machine = name  # equal for agents of one machine
         self.mark = ""  # HORA_RUN of the agent's processes
-        self.facts: HostFacts
+        self.facts: messages.HostFacts
         self.launcher_address = ""  # by which this host should reach the launcher; empty where any will do
         self.coordinator_address = ("", 0)  # as this host reaches it
         self.address = ""  # by which the other hosts reach it
@@ -71,9 +55,9 @@ class RemoteHost:
         self.keep_file: Callable[[str, bytes], None] = lambda name, data: None  # takes pieces of trace files
         self.error_lines: list[str] = []
         self.log: Callable[[str], None] = lambda line: None  # for error output once ranks run
-        self._channel = MessageChannel(read_fd, write_fd, decode_from_agent)
+        self._channel = MessageChannel(read_fd, write_fd, messages.decode_from_agent)
         self._err_fd = err_fd
-        self._replies: list[HostReply] = []
+        self._replies: list[messages.HostReply] = []
         self._received_at = time.monotonic()
         self._heartbeat_at = 0.0
         self._hold = False
@@ -88,7 +72,7 @@ class RemoteHost:
             return {}
         watched: Watched = {self._channel.read_fd: (select.POLLIN, self._on_message)}
         if self._channel.pending_bytes:
-            watched[self._channel.write_fd] = (select.POLLOUT, self._on_writable)
+            watched[self._channel.write_fd] = (select.POLLOUT, self._channel.flush)
         if self._err_fd >= 0:
             watched[self._err_fd] = (select.POLLIN, self._on_error_output)
         return watched
@@ -97,29 +81,26 @@ class RemoteHost:
     def received_bytes(self) -> int:
         return self._channel.received_bytes
 
-    def send(self, message: ToAgent) -> None:
+    def send(self, message: messages.ToAgent) -> None:
         if not self.lost and not self.ended:
             self._channel.send(message)
 
-    def _on_writable(self, fd: int, events: int, now: float) -> None:
-        self._channel.flush()
-
-    def _on_message(self, fd: int, events: int, now: float) -> None:
+    def _on_message(self) -> None:
         try:
-            messages = self._channel.receive()
+            received = self._channel.receive()
         except (ValueError, msgspec.MsgspecError):
             self.lose("it sent bytes that are not Hora's messages; does its shell print something before commands?")
             return
-        self._received_at = now
-        if messages is None:
+        self._received_at = now = time.monotonic()
+        if received is None:
             self.lose(ENDED)
         elif self._hold and self._channel.received_bytes - self._hold_from_bytes > MAX_HELD_BYTES:
             self.lose("its agent goes on sending output that it was told to hold")
-        for message in messages or ():
+        for message in received or ():
             if not self.lost:
                 self._handle(message, now)
 
-    def _on_error_output(self, fd: int, events: int, now: float) -> None:
+    def _on_error_output(self) -> None:
         for line in self.read_error_output():
             self.log(f"host {self.name}: {line}")
 
@@ -153,14 +134,14 @@ class RemoteHost:
             return reply
         return None
 
-    def start(self, start: StartProcess, out: OutputSink, err: OutputSink) -> RunProcess:
+    def start(self, start: messages.StartProcess, out: OutputSink, err: OutputSink) -> RunProcess:
         """OSError if the host is lost already."""
         if self.lost:
             raise OSError(f"host {self.name} is lost: {self.lost}")
         slot = (start.role, start.rank)
 
         def send_signal(number: int, group: bool) -> None:
-            self.send(SignalProcess(*slot, number, group))
+            self.send(messages.SignalProcess(*slot, number, group))
 
         process = self.processes[slot] = RunProcess(slot, self.name, out, err, send_signal)
         self.send(start)
@@ -170,7 +151,7 @@ class RemoteHost:
         """Sends heartbeats. While messages are read regularly (`reading`), a host that is silent too long is lost."""
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_S
-            self.send(Heartbeat())
+            self.send(messages.Heartbeat())
         if not reading:
             self._received_at = now
         elif now - self._received_at > SILENCE_S and not self.ended:
@@ -188,14 +169,14 @@ class RemoteHost:
 
     def tell_to_end(self) -> None:
         self._told_to_end = True
-        self.send(EndAgent())
+        self.send(messages.EndAgent())
 
     def hold_output(self, hold: bool) -> None:
         """While our own output has no space, the agent reads none of its processes' output. Other messages come."""
         if hold != self._hold:
             self._hold = hold
             self._hold_from_bytes = self._channel.received_bytes
-            self.send(HoldOutput(hold))
+            self.send(messages.HoldOutput(hold))
 
     def hang_up(self) -> None:
         """Closes our sending end: an agent that still lives ends its processes and exits."""
@@ -210,27 +191,27 @@ class RemoteHost:
                 with contextlib.suppress(OSError):
                     os.close(fd)
 
-    def _handle(self, message: FromAgent, now: float) -> None:
-        if isinstance(message, ProcessEvent):
+    def _handle(self, message: messages.FromAgent, now: float) -> None:
+        if isinstance(message, messages.ProcessEvent):
             process = self.processes.get((message.role, message.rank))
             if process is not None:
                 _apply(message, process, now)
-        elif isinstance(message, TraceFilePiece):
+        elif isinstance(message, messages.TraceFilePiece):
             self.keep_file(message.name, message.data)
-        elif isinstance(message, AgentBye):
+        elif isinstance(message, messages.AgentBye):
             if not self._told_to_end:
                 self.lose("its agent exited without being told to")
             self.ended = True
-        elif not isinstance(message, Heartbeat):
+        elif not isinstance(message, messages.Heartbeat):
             self._replies.append(message)
             if len(self._replies) > MAX_REPLIES:
                 self.lose("its agent sends replies to no request")
 
 
-def _apply(message: ProcessEvent, process: RunProcess, now: float) -> None:
-    if isinstance(message, ProcessOutput):
+def _apply(message: messages.ProcessEvent, process: RunProcess, now: float) -> None:
+    if isinstance(message, messages.ProcessOutput):
         (process.out if message.stream == 1 else process.err).feed(message.data, now)
-    elif isinstance(message, ProcessStarted):
+    elif isinstance(message, messages.ProcessStarted):
         process.pid = message.pid
         if message.problem:
             process.exited(1, lost=f"{message.problem!r}, before it was started")
