@@ -188,7 +188,7 @@ def test_ctrl_c_in_a_collective_ends_the_run_in_silence(launcher: Launcher) -> N
 def test_ranks_and_their_dataloader_workers_do_not_outlive_a_killed_launcher(launcher: Launcher) -> None:
     process = launcher.start("run", "-n", 2, "loading.py", "waiting", 1)
     read_until(process, "[0] ready", "[1] ready")
-    assert len(launcher.alive()) >= 2 + 2 * 3, "launcher, guardian, two ranks with two workers each"
+    assert len(launcher.alive()) >= 2 + 2 * 3, "launcher, reaper, two ranks with two workers each"
     process.kill()
     process.wait()
     assert launcher.wait_until_nobody(2.0) == []

@@ -156,12 +156,12 @@ def test_the_end_of_the_fork_server_ends_the_ranks_and_is_named(launcher: Launch
     assert f"lost with the process that ranks are forked from (pid {pid}) was killed by SIGKILL" in err
 
 
-def test_launcher_and_guardian_killed_together_leave_nobody(launcher: Launcher) -> None:
+def test_launcher_and_reaper_killed_together_leave_nobody(launcher: Launcher) -> None:
     process = launcher.start("run", "-n", 2, "family.py", **ALONE)
     read_until(process, "[0] ready", "[1] ready")
     commands = {pid: pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() for pid in launcher.alive()}
-    (guardian,) = [pid for pid, command in commands.items() if b"reaper.py" in command]
-    for pid in (guardian, process.pid):
+    (reaper,) = [pid for pid, command in commands.items() if b"reaper.py" in command]
+    for pid in (reaper, process.pid):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=20)
     assert launcher.wait_until_nobody(5.0) == []

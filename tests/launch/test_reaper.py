@@ -1,4 +1,4 @@
-"""The guardian alone: when it acts, on whom, and when it does not."""
+"""The reaper alone: when it acts, on whom, and when it does not."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_the_token_is_on_no_command_line_and_in_no_environment(launcher: Launche
     assert control.stat().st_mode & 0o777 == 0o600
     token = json.loads(control.read_text())["token"]
     pids = launcher.alive()
-    assert len(pids) == 4, "launcher, guardian and two ranks"
+    assert len(pids) == 4, "launcher, reaper and two ranks"
     for pid in pids:
         for name in ("cmdline", "environ"):
             seen = Path(f"/proc/{pid}/{name}").read_bytes()
@@ -239,11 +239,11 @@ def test_what_a_rank_leaves_behind_ends_with_the_run(launcher: Launcher) -> None
     assert launcher.alive() == []
 
 
-def test_a_dead_guardian_is_replaced_and_the_new_one_guards(launcher: Launcher) -> None:
+def test_a_dead_reaper_is_replaced_and_the_new_one_guards(launcher: Launcher) -> None:
     process = launcher.start("run", "-n", 2, "wait.py", "deaf")
     read_until(process, "[0] ready", "[1] ready")
     assert process.stderr is not None
-    os.kill(guardian_of(launcher), signal.SIGKILL)
+    os.kill(reaper_of(launcher), signal.SIGKILL)
     assert "reaper" in process.stderr.readline()
     process.kill()
     assert launcher.wait_until_nobody(2.0) == []
@@ -296,8 +296,8 @@ def test_a_launcher_inside_a_rank_dies_with_the_outer_run(launcher: Launcher) ->
     process.communicate(timeout=20)
 
 
-def guardian_of(launcher: Launcher) -> int:
+def reaper_of(launcher: Launcher) -> int:
     for pid in launcher.alive():
         if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
-    raise AssertionError("no guardian")
+    raise AssertionError("no reaper")
