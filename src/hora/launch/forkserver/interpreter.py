@@ -27,25 +27,14 @@ ENV_PLACEHOLDER = {"HORA_ROOM": "-" * 4096}
 """A variable of the fork server. /proc/PID/environ of a child shows in its place the variables that the child adds."""
 
 IMPORT_TIME = (
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "GOMP_",
-    "OPENBLAS_",
-    "NPY_",
-    "TORCH_",
-    "PYTORCH_",
-    "MALLOC_",
-    "LD_",
-    "PYTHON",
-    "LC_",
-    "LANG",
-    "TZ",
-)
+    "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NPY_", "TORCH_", "PYTORCH_", "MALLOC_", "LD_", "PYTHON", "LC_",
+    "LANG", "TZ",
+)  # fmt: skip
 """Variables with these prefixes are read when an interpreter starts or torch is imported, not later."""
 
 THREADS = "OMP_NUM_THREADS"
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+BLAS_VARIANTS = (("scipy_", "64_"), ("scipy_", ""), ("", ""))  # affixes of OpenBLAS's functions
 
 started_with: dict[str, str] | None = None
 """In a forked process: its variables with these prefixes when the script began."""
@@ -183,14 +172,9 @@ def set_blas_threads(count: str) -> None:
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8") as maps:
         for path in {line.split()[-1] for line in maps if "openblas" in line.rpartition("/")[2]}:
             library = ctypes.CDLL(path)
-            for name in (
-                "scipy_openblas_set_num_threads64_",
-                "scipy_openblas_set_num_threads",
-                "openblas_set_num_threads",
-            ):
-                if hasattr(library, name):
-                    getattr(library, name)(int(count))
-                    break
+            names = [prefix + "openblas_set_num_threads" + suffix for prefix, suffix in BLAS_VARIANTS]
+            if name := next((name for name in names if hasattr(library, name)), ""):
+                getattr(library, name)(int(count))
 
 
 def shadowed(argv: Sequence[str]) -> str:
