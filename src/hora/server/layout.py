@@ -68,7 +68,7 @@ class Chunk:
     row_numel: int = 0
     table: TableSpec | None = None
 
-    @property
+    @functools.cached_property
     def dense(self) -> bool:
         """Whether all of it travels at every step, and not only touched rows."""
         return not self.row_numel and self.table is None

@@ -331,8 +331,9 @@ class ServerState:
             scaled = gradients if factor == 1.0 else self.store.weighted_sum(chunk, [(gradients, factor)])
             if self.rules.correct == "dc" and lag:
                 scaled = self._compensate(worker, chunk, scaled)
-            with spans.during(spans.SERVER, "update", blocks=chunk.block_numbers, worker=worker, lag=lag):
-                self.store.apply(chunk, scaled, state.hyper)
+            began = spans.clock() if spans.on else 0
+            self.store.apply(chunk, scaled, state.hyper)
+            spans.add(spans.SERVER, "update", began, blocks=chunk.block_numbers, worker=worker, lag=lag)
             self._record("apply", worker=worker, step=push.step, chunk=chunk.number, lag=lag)
         clock = state.clock + 1
         ready = ChunkReady(push.step, chunk.number, [], lag=lag, skipped=begin.nonfinite)

@@ -257,8 +257,9 @@ class SynchronousSteps:
         if not skipped:
             self._store.begin_step()
             self._store.counts.lags[0] += 1
-            with spans.during(spans.SERVER, "update", blocks=chunk.block_numbers, workers=step.chosen):
-                self._store.apply(chunk, mean, step.hyper[min(step.chosen)])
+            began = spans.clock() if spans.on else 0
+            self._store.apply(chunk, mean, step.hyper[min(step.chosen)])
+            spans.add(spans.SERVER, "update", began, blocks=chunk.block_numbers, workers=step.chosen)
             self._record("mean", step=self.now, chunk=chunk.number, workers=list(step.chosen))
         stop = any(step.begins[w].stop for w in step.chosen)
         buffers = any(step.begins[w].buffers for w in step.chosen)
