@@ -309,7 +309,8 @@ def test_more_servers_than_blocks_is_one_clear_line(launcher: Launcher) -> None:
     done = launcher.run("run", "-n", 1, "--servers", 7, *ASYNC, "ps_train.py")
     assert done.returncode == exit_codes.SCRIPT_FAILED
     assert (
-        "7 servers for a model of 6 blocks: each server needs one at least, so say --servers 6 or less" in done.stderr
+        "7 servers for a model of 6 blocks: each server needs at least one block. Use --servers 6 or fewer"
+        in done.stderr
     )
 
 

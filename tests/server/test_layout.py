@@ -91,15 +91,15 @@ def test_any_other_class_gets_whole_parameters(kind: type[torch.optim.Optimizer]
 
 def test_more_servers_than_blocks_says_how_many_there_may_be() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
-    with pytest.raises(ValueError, match=r"3 servers for a model of 2 blocks: .* --servers 2 or less"):
+    with pytest.raises(ValueError, match=r"3 servers for a model of 2 blocks: .* --servers 2 or fewer"):
         cut(parameters, [torch.optim.SGD(parameters, lr=0.1)], 3, 1 << 20)
-    with pytest.raises(ValueError, match=r"2 servers for a model of 1 block: .* --servers 1 or less"):
+    with pytest.raises(ValueError, match=r"2 servers for a model of 1 block: .* --servers 1 or fewer"):
         cut(parameters, [torch.optim.SGD(parameters[:1], lr=0.1)], 2, 1 << 20)
 
 
 def test_two_optimizers_with_one_parameter_are_refused() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3, 2))]
-    with pytest.raises(ValueError, match=r"two optimizers have one parameter of shape \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"two optimizers hold one parameter of shape \[3, 2\]"):
         cut(parameters, [torch.optim.SGD(parameters, lr=0.1), torch.optim.AdamW(parameters)], 1, 1 << 20)
 
 

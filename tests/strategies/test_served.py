@@ -437,7 +437,9 @@ def test_more_servers_than_blocks_is_refused_with_the_most_there_can_be() -> Non
         one.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     for said in fail(script, "ps/2"):
-        assert "2 servers for a model of 1 block: each server needs one at least, so say --servers 1 or less" in said
+        assert (
+            "2 servers for a model of 1 block: each server needs at least one block. Use --servers 1 or fewer" in said
+        )
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "ssp", "sync,backup=1"])

@@ -183,7 +183,7 @@ def the_rank_of_another(address: tuple[str, int], hello: messages.WorkerHello) -
     line = line_to(address)
     line.send(messages.WorkerHello(0, "an impostor", hello.fingerprint, hello.entries))
     (said,) = hears(line)
-    assert isinstance(said, messages.Refused) and "which is here already" in said.reason
+    assert isinstance(said, messages.Refused) and "which is already connected" in said.reason
 
 
 def guest(address: tuple[str, int], hello: messages.WorkerHello) -> MessageSocket:

@@ -362,7 +362,7 @@ class Mine(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("strategy", "kind", "said"),
     [
-        ("ps", Mine, "Mine's, which is not known to update rows by themselves"),
+        ("ps", Mine, "in Mine, which is not known to update rows independently"),
         ("ps", torch.optim.Rprop, "Rprop's, which is not known"),
         ("ps", None, "is in no optimizer"),
         ("ps:backup=1", torch.optim.SGD, "backup needs a copy of the parameters that a worker has pulled"),

@@ -368,5 +368,5 @@ def _is_read(connection: ServerConnection, chunk: Chunk) -> bool:
 def _row_buffer(num_rows: int, chunk: Chunk) -> torch.Tensor:
     assert chunk.table is not None
     if num_rows > MAX_ROWS:
-        raise HoraError(f"a batch that touches {num_rows} rows of one table; the limit is {MAX_ROWS}")
+        raise HoraError(f"a batch needs {num_rows} rows of one ServerEmbedding; the limit is {MAX_ROWS}")
     return torch.empty(num_rows, chunk.row_numel, dtype=chunk.table.dtype)

@@ -127,8 +127,8 @@ def cut(
     for number, optimizer in enumerate(optimizers):
         for parameter in _parameters_of(optimizer):
             if owner.setdefault(index_of[id(parameter)], number) != number:
-                raise ValueError(f"two optimizers have one parameter of shape {list(parameter.shape)}: under ps "
-                                 "each parameter has one optimizer")  # fmt: skip
+                raise ValueError(f"two optimizers hold one parameter of shape {list(parameter.shape)}: under ps "
+                                 "each parameter needs exactly one optimizer")  # fmt: skip
     tables = tables or {}
     served = sorted(index for index in owner if parameters[index].numel() and index not in tables)
     total = sum(parameters[index].nbytes for index in served)
@@ -148,7 +148,7 @@ def cut(
     if len(slices) < num_servers and not tables:
         raise ValueError(
             f"{num_servers} servers for a model of {len(slices)} block{'s' * (len(slices) != 1)}: each server needs "
-            f"one at least, so say --servers {len(slices)} or less"
+            f"at least one block. Use --servers {len(slices)} or fewer"
         )
     server_of = _balance([(stop - start) * parameters[i].element_size() for i, start, stop in slices], num_servers)
     parts = []
@@ -222,7 +222,9 @@ def make_layout(registry: ParameterRegistry, context: RunContext, block_bytes: i
 
     Runs on several hosts never use loopback addresses, so the address tells whether chunks cross a network."""
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in registry.optimizers):
-        raise ValueError("LBFGS needs all parameters at once, and servers have blocks of them: use ring or auto")
+        raise ValueError(
+            "LBFGS needs all parameters at once, but a server holds only some: use --strategy ring or auto"
+        )
     _check_overlap(registry)
     _check_embeddings(registry)
     return cut(
@@ -291,8 +293,8 @@ def _table_specs(registry: ParameterRegistry, num_servers: int) -> dict[int, Tab
         if kind not in OPTIMIZERS:
             supported = ", ".join(each.__name__ for each in OPTIMIZERS)
             raise ValueError(
-                f"{registry.names[index]}, of a ServerEmbedding, is {kind.__name__}'s, which is not known to update "
-                f"rows by themselves; supported: {supported}"
+                f"{registry.names[index]}, of a ServerEmbedding, is in {kind.__name__}, which is not known to "
+                f"update rows independently; supported: {supported}"
             )
         specs[index] = table.spec(index, num_servers)
     return specs

@@ -349,7 +349,7 @@ class ServerLoop:
         worker = hello.worker
         problem = self._requests.mismatch(hello)
         if worker in self._sessions:
-            problem = f"{hello.name} says that it is rank {worker}, which is here already"
+            problem = f"{hello.name} claims rank {worker}, which is already connected"
         if problem:
             connection.send(messages.Refused(problem))
             return
