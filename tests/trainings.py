@@ -62,7 +62,7 @@ def close_all() -> None:
         with contextlib.suppress(Exception):
             one.close()
         outpost = getattr(one.sync, "_connections", None) or getattr(
-            getattr(one.sync, "_mean", None), "_connections", None
+            getattr(one.sync, "_averager", None), "_connections", None
         )
         if outpost is not None and outpost._colocated is not None:
             outpost._colocated._loop.stop()

@@ -158,11 +158,11 @@ def test_a_layer_that_was_frozen_stays_where_it_is(strategy: str) -> None:
 
         def each(one: Any, model: Any, step: int) -> None:
             if step == 7:
-                one.sync._wait()
+                one.sync._finish_in_flight()
                 model[0].requires_grad_(False)
                 model[0].weight.grad = model[0].bias.grad = None
             if step == 11:
-                one.sync._wait()
+                one.sync._finish_in_flight()
                 kept.append(model[0].weight.detach().clone())
             if step == 19:
                 kept.append(model[0].weight.detach().clone())

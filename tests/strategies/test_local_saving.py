@@ -190,7 +190,7 @@ def test_the_warm_up_of_a_restored_run_is_over_where_it_was(tmp_path: pathlib.Pa
     def script(group: Group) -> tuple[bool, int]:
         saver = Saver(group, "local:every=2/5@9,warmup=6")
         saver.restore(tmp_path)
-        return saver.one.sync.warming_up, saver.one.sync._interval
+        return saver.one.sync.warming_up, saver.one.sync._round.interval
 
     ranks.run(2, lambda g: Saver(g, "local:every=2/5@9,warmup=6").train(10).save(tmp_path))
     assert ranks.run(2, script) == [(False, 5)] * 2

@@ -19,7 +19,7 @@ import trainings
 from hora.collectives import Group
 from hora.data import Shard, shard
 from hora.strategies import parse
-from hora.strategies.local.adaptive_interval import steps_for
+from hora.strategies.local.round import adapt_interval
 from hora.training import Training
 from rounds import OPTIMIZERS, SMALL, Crew, assert_same, even, local, uneven, work
 from trainings import batch, building, fail, loss_of, mlp, parameters_of, part, same, training
@@ -729,7 +729,7 @@ def test_a_step_that_one_workers_scaler_refuses_keeps_the_rounds_in_step(
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-            counts.append(one.sync._num_steps)
+            counts.append(one.sync._round.num_steps)
         one.depart()
         assert scaler.get_scale() == (2.0 if group.rank == 1 else 8.0)
         return parameters_of(model), counts
@@ -852,7 +852,7 @@ def test_a_layer_that_only_one_worker_unfreezes_is_named() -> None:
             optimizer.step()
 
     for said in fail(script, "local:every=4"):
-        assert "rank 1" in said and "does not train the same parameters" in said
+        assert "rank 1" in said and "do not train the same parameters" in said
 
 
 @pytest.mark.parametrize("strategy", ["local:every=1", "local:every=9,warmup=100", "local:every=1,warmup=2"])
@@ -999,7 +999,7 @@ def test_by_time_steps_are_in_proportion_to_speed(
 ) -> None:
     """A step takes 1 s / speed. After a first round of one step each, all do in a round what their time allows."""
     clock = Clock()
-    monkeypatch.setattr("hora.strategies.local.averaging.time", clock)
+    monkeypatch.setattr("hora.strategies.local.local_sgd.time", clock)
 
     def script(group: Group) -> list[int]:
         one, model = training(group, f"local:every={every},pace=time"), mlp(SMALL)
@@ -1071,7 +1071,7 @@ def test_by_time_a_worker_that_gets_no_samples_of_an_epoch_keeps_nobody_waiting(
             for x, y, _ in loader:
                 steps += 1
                 if steps == 1 and epoch == 0:
-                    while loader.view().num_pending:  # rank 0 takes the others' blocks from the coordinator's book
+                    while loader.view().num_pending:  # rank 0 takes the others' blocks from the lease manager
                         grabbed = loader.ledger._request(ahead=False)
                         if not hasattr(grabbed, "name"):
                             break
@@ -1186,6 +1186,6 @@ def test_statistics_that_are_not_finite_do_not_spread() -> None:
 
 
 def test_who_has_not_had_a_sample_does_not_shorten_the_rounds_of_others() -> None:
-    assert [steps_for(rank, 8, [1.0, 0.0], 1) for rank in range(2)] == [8, 8]
-    assert [steps_for(rank, 8, [1.0, 4.0], 1) for rank in range(2)] == [12, 3]
-    assert steps_for(0, 8, [0.0, 0.0], 1) == 1
+    assert [adapt_interval(rank, 8, [1.0, 0.0], 1) for rank in range(2)] == [8, 8]
+    assert [adapt_interval(rank, 8, [1.0, 4.0], 1) for rank in range(2)] == [12, 3]
+    assert adapt_interval(0, 8, [0.0, 0.0], 1) == 1

@@ -20,7 +20,7 @@ from ..common import nonfinite
 from ..common.hooks import TrainingHooks
 from ..common.sync import LoopEvent, Snapshot
 from ..ps.worker import ParameterServerSync
-from . import comm_summary
+from .counted_all_reduce import summarize
 
 if TYPE_CHECKING:
     from .config import LocalSGD
@@ -134,7 +134,7 @@ class AsyncLocalSync(ParameterServerSync):
         """Without the parameters pulled, which every worker of a parameter server pulls."""
         served = [self.registry.parameters[index] for index in self._client.layout.served]
         sent, size = self._client.pushed_bytes, self.context.size
-        return comm_summary.sentence(self._rounds.spell(), self.rounds or 0, self._num_steps, sent, served, size)
+        return summarize(self._rounds.spell(), self.rounds or 0, self._num_steps, sent, served, size)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 

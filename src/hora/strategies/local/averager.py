@@ -1,12 +1,12 @@
-"""Means: how the workers' parameters become one in a round.
+"""Averagers: how the workers' parameters become the same in a round.
 
-    pack        on the training thread: what this worker gives, a vector of these parameters
-    travel      on any thread, collective: what comes of everybody's, each counting by its share
-    settle      on the training thread: the parameters become what was agreed; `late`: steps were taken meanwhile
+    pack        on the training thread: this worker's contribution, a vector of these parameters
+    reduce      collective, on any thread: the result of all contributions, each weighted by its share
+    apply       on the training thread: writes the result into the parameters; `late`: steps were taken since `pack`
 
-`Plain` averages the parameters themselves. `Outer` averages their drift from the last common point, which it keeps,
-and takes the outer step from there; so does local SGD where drifts travel in fewer bytes. `Kept` lets servers keep that
-point and take the mean.
+PlainAverager averages the parameters. OuterAverager averages pseudo-gradients, the differences between the anchor
+parameters and a worker's own, and takes the outer step of DiLoCo with their mean; Local SGD uses it where a compressed
+wire sends pseudo-gradients. ServerAverager (server_averager.py) leaves anchors and mean to the parameter servers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from ...compression.compressor import Compressor
 from ...parameters.registry import ParameterRegistry
 from ...parameters.shards import flat_view
+from ..common import sparse
 from .counted_all_reduce import CountedAllReduce
 
 if TYPE_CHECKING:
@@ -28,29 +29,29 @@ if TYPE_CHECKING:
 
 
 class Averager(abc.ABC):
-    """Sums are taken in float32 at least, and rounded once to a parameter's own type."""
+    """Sums are taken in float32 at least, and rounded once to a parameter's own dtype."""
 
-    def __init__(self, registry: ParameterRegistry, bulk: CountedAllReduce) -> None:
+    def __init__(self, registry: ParameterRegistry, all_reduce: CountedAllReduce) -> None:
         self._registry = registry
-        self._bulk = bulk
+        self._all_reduce = all_reduce
 
     @abc.abstractmethod
     def pack(self, indices: Sequence[int]) -> torch.Tensor: ...
 
     @abc.abstractmethod
-    def travel(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor: ...
+    def reduce(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor: ...
 
     @abc.abstractmethod
-    def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None: ...
+    def apply(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None: ...
 
-    def begin(self, indices: Sequence[int]) -> None:
-        """The workers' parameters are all the same now: a common point. Collective."""
+    def set_anchors(self, indices: Sequence[int]) -> None:
+        """Collective: all workers have the same parameters now, which become the anchors."""
 
-    def extend(self, indices: Sequence[int]) -> None:
-        """These are trained from now on; they are the same on all workers."""
+    def add_anchors(self, indices: Sequence[int]) -> None:
+        """These parameters are trained from now on; they are the same on all workers."""
 
-    def common(self, index: int) -> torch.Tensor:
-        """A parameter as it was agreed upon last."""
+    def agreed(self, index: int) -> torch.Tensor:
+        """A parameter as the workers agreed on it last."""
         return self._registry.parameters[index].detach()
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -58,159 +59,189 @@ class Averager(abc.ABC):
         return {}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """After `begin`."""
+        """Loads `state`, after `set_anchors`."""
 
-    def saved(self, rounds: int) -> str:
-        """What a wire saved in so many rounds, in words."""
+    def describe_savings(self, rounds: int) -> str:
+        """What a compressed wire saved in so many rounds."""
         return ""
 
     def close(self) -> None:
-        """No round will come any more."""
+        """There will be no further round."""
 
     def stay(self) -> None:
-        """After this worker has left the run: it stays as long as others need something of it."""
+        """Blocks, after this worker has left the run, while others need its server."""
 
     def _parameters(self, indices: Sequence[int]) -> list[torch.Tensor]:
         return [self._registry.parameters[index].detach() for index in indices]
 
 
-def vector_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A copy of all elements, in float32 or, where one of them is, in float64."""
-    wide = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
-    vector = torch.empty(sum(t.numel() for t in tensors), dtype=wide, device=tensors[0].device if tensors else "cpu")
-    for tensor, place in pieces(tensors, vector):
-        place.copy_(flat_view(tensor))
-    return vector
-
-
-def pieces(tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each tensor, and the stretch of the vector that stands for it."""
-    return list(zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True))
-
-
-def pseudo_gradient(points: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How far these points are from where the tensors are now, as a vector."""
-    vector = vector_of(points)
-    for tensor, place in pieces(tensors, vector):
-        place.sub_(flat_view(tensor))
-    return vector
-
-
-def put(tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
-    """The inverse of `vector_of`."""
-    for tensor, place in pieces(tensors, vector):
-        flat = flat_view(tensor)
-        flat.copy_(place)
-        if flat.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
-            tensor.copy_(flat.view(tensor.shape))
-
-
 class PlainAverager(Averager):
     def pack(self, indices: Sequence[int]) -> torch.Tensor:
-        return vector_of(self._parameters(indices))
+        return pack(self._parameters(indices))
 
-    def travel(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-        self._bulk.weighted_sum(vector, shares, "parameters of a round")
+    def reduce(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
+        self._all_reduce.weighted_sum(vector, shares, "parameters of a round")
         return vector
 
-    def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
-        put(self._parameters(indices), result)
+    def apply(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
+        unpack(result, self._parameters(indices))
 
 
 class OuterAverager(Averager):
-    """`outer_lr` and `outer_momentum` are those of torch's own SGD with Nesterov momentum, over the common point. For
-    local SGD they are 1 and 0: then the point becomes the mean of the workers' parameters."""
+    """The outer step is torch.optim.SGD's with Nesterov momentum, over the anchors. Local SGD has `outer_lr` 1 and
+    `outer_momentum` 0: the anchors become the mean of the workers' parameters."""
 
-    def __init__(self, registry: ParameterRegistry, bulk: CountedAllReduce, strategy: RoundStrategy) -> None:
-        super().__init__(registry, bulk)
+    def __init__(self, registry: ParameterRegistry, all_reduce: CountedAllReduce, strategy: RoundStrategy) -> None:
+        super().__init__(registry, all_reduce)
         self._lr, self._momentum, self._overlap = strategy.outer_lr, strategy.outer_momentum, strategy.overlap
-        self._wire = Compressor(strategy.wire, strategy.topk)
-        self._points: dict[int, torch.Tensor] = {}
+        self._compressor = Compressor(strategy.wire, strategy.topk)
+        self._anchors: dict[int, torch.Tensor] = {}
         self._optimizer: torch.optim.SGD
 
-    def begin(self, indices: Sequence[int]) -> None:
-        """What was a common point before goes on from here with its momentum."""
-        known = [index for index in self._points if index not in indices]
-        self.extend([*known, *indices])
-        self._wire.reset()
+    def set_anchors(self, indices: Sequence[int]) -> None:
+        """Anchors that there were before keep their momentum."""
+        self.add_anchors([*(index for index in self._anchors if index not in indices), *indices])
+        self._compressor.reset()
 
-    def extend(self, indices: Sequence[int]) -> None:
-        old = {index: self._optimizer.state[point] for index, point in self._points.items()} if self._points else {}
+    def add_anchors(self, indices: Sequence[int]) -> None:
+        old = {index: self._optimizer.state[anchor] for index, anchor in self._anchors.items()} if self._anchors else {}
         for index, parameter in zip(indices, self._parameters(indices), strict=True):
-            # The point moves by less than the drift: in half precision it might not move at all.
-            self._points[index] = parameter.clone() if parameter.element_size() >= 4 else parameter.float()
+            # An anchor moves by less than the pseudo-gradient: in half precision it might not move at all.
+            self._anchors[index] = parameter.clone() if parameter.element_size() >= 4 else parameter.float()
         self._optimizer = torch.optim.SGD(
-            list(self._points.values()) or [torch.zeros(0)],
+            list(self._anchors.values()) or [torch.zeros(0)],
             lr=self._lr,
             momentum=self._momentum,
             nesterov=self._momentum > 0,
         )
-        for index, point in self._points.items():
-            if index in old:
-                self._optimizer.state[point] = old[index]
+        self._optimizer.state.update({self._anchors[index]: state for index, state in old.items()})
 
-    def common(self, index: int) -> torch.Tensor:
-        return self._points[index] if index in self._points else super().common(index)
+    def agreed(self, index: int) -> torch.Tensor:
+        return self._anchors[index] if index in self._anchors else super().agreed(index)
 
     def pack(self, indices: Sequence[int]) -> torch.Tensor:
-        return pseudo_gradient([self._points[index] for index in indices], self._parameters(indices))
+        return pseudo_gradient([self._anchors[index] for index in indices], self._parameters(indices))
 
-    def travel(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
+    def reduce(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
         result = vector.clone() if self._overlap else vector
-        between = self._wire.sum_for(tuple(indices), vector.numel())
-        self._bulk.weighted_sum(result, shares, "drift of a round", between)
+        between = self._compressor.sum_for(tuple(indices), vector.numel())
+        self._all_reduce.weighted_sum(result, shares, "pseudo-gradient of a round", between)
         if between is not None:
             between.settle(applied=True)  # every round counts
         return result
 
-    def settle(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
-        """Steps that were taken while the drift travelled are kept: they are part of the next one."""
-        points, parameters = [self._points[index] for index in indices], self._parameters(indices)
-        if late:
-            for (point, drift), parameter in zip(pieces(points, vector), parameters, strict=True):
-                _add(parameter, drift.view(-1) - flat_view(point))  # as far as it has come since it was sent
-        for point, gradient in pieces(points, result):
-            if bool(gradient.any()):  # else nobody trains it, and its momentum is not to carry it on
-                point.grad = torch.empty_like(point)
-                flat_view(point.grad).copy_(gradient)
+    def apply(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
+        """Steps that were taken since `pack` are kept: they are part of the next pseudo-gradient."""
+        anchors, parameters = [self._anchors[index] for index in indices], self._parameters(indices)
+        if late:  # the steps since `pack`: the parameter, less what it was then (anchor - pseudo-gradient)
+            for (anchor, packed), parameter in zip(pieces(anchors, vector), parameters, strict=True):
+                unpack(flat_view(parameter) + (packed - flat_view(anchor)), [parameter])
+        for anchor, gradient in pieces(anchors, result):
+            if bool(gradient.any()):  # else no worker trains it, and momentum must not move it
+                anchor.grad = torch.empty_like(anchor)
+                flat_view(anchor.grad).copy_(gradient)
         self._optimizer.step()
-        for point, parameter in zip(points, parameters, strict=True):
-            point.grad = None
+        for anchor, parameter in zip(anchors, parameters, strict=True):
+            anchor.grad = None
             if late:
-                _add(parameter, flat_view(point))
+                unpack(flat_view(parameter) + flat_view(anchor), [parameter])
             else:
-                parameter.copy_(point)
+                parameter.copy_(anchor)
 
-    def saved(self, rounds: int) -> str:
-        return self._wire.savings.describe(self._wire.name, rounds, "round")
+    def describe_savings(self, rounds: int) -> str:
+        return self._compressor.savings.describe(self._compressor.name, rounds, "round")
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Rounding errors that are still to be fed back are forgotten, here as by whoever goes on from the checkpoint;
-        not what topk owes, which is most of what was learnt in many rounds."""
-        if self._wire.name != "topk":
-            self._wire.reset()
+        """Rounding errors that were to be fed back are dropped, as by a run that goes on from the checkpoint; not
+        topk's residuals, which are most of what was learnt in many rounds."""
+        if self._compressor.name != "topk":
+            self._compressor.reset()
         names, known = self._registry.names, self._optimizer.state
-        points = {f"point:{names[index]}": point for index, point in self._points.items()}
+        points = {f"point:{names[index]}": anchor for index, anchor in self._anchors.items()}
         momentum = {
             f"momentum:{names[index]}": buffer
-            for index, point in self._points.items()
-            if (buffer := known[point].get("momentum_buffer")) is not None
+            for index, anchor in self._anchors.items()
+            if (buffer := known[anchor].get("momentum_buffer")) is not None
         }
         return {**points, **momentum}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        for index, point in self._points.items():
+        for index, anchor in self._anchors.items():
             name = self._registry.names[index]
             if (saved := state.get(f"point:{name}")) is not None:
-                point.copy_(saved)
+                anchor.copy_(saved)
             momentum = state.get(f"momentum:{name}")
-            kept: dict[str, Any] = {"momentum_buffer": momentum.to(point)} if momentum is not None else {}
-            self._optimizer.state[point] = kept
+            kept: dict[str, Any] = {"momentum_buffer": momentum.to(anchor)} if momentum is not None else {}
+            self._optimizer.state[anchor] = kept
 
 
-def _add(parameter: torch.Tensor, flat: torch.Tensor) -> None:
-    """Elements in the order of `laid`."""
-    mine = flat_view(parameter)
-    mine.add_(flat)
-    if mine.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-        parameter.copy_(mine.view(parameter.shape))
+def average_gradients(
+    all_reduce: CountedAllReduce,
+    registry: ParameterRegistry,
+    optimizer: torch.optim.Optimizer,
+    shares: Sequence[float] | None,
+    leaving: bool,
+) -> None:
+    """Collective, in the warm-up: every gradient of this optimizer becomes the mean over all workers, by their shares.
+
+    It is None only where it is None on every worker. A worker that is `leaving` takes part and keeps its own."""
+    group = all_reduce.group
+    mine = [p for each in optimizer.param_groups for p in each["params"]]
+    kept = [parameter.grad for parameter in mine]
+    counts = shares is not None and not leaving and bool(shares[group.rank])
+    flags = torch.zeros(2, len(mine))
+    for number, parameter in enumerate(mine):
+        if counts and parameter.grad is not None:
+            flags[0, number] = 1
+            flags[1, number] = parameter.grad.layout is torch.sparse_coo
+    group.all_reduce(flags, name="holders of gradients")
+    dense = []
+    for parameter, num_holders, num_sparse in zip(mine, *flags.tolist(), strict=True):
+        if not counts:
+            parameter.grad = None
+        if num_sparse:
+            assert shares is not None
+            name = registry.names[registry.index[id(parameter)]]
+            parameter.grad = sparse.mean(group, parameter, name, shares[group.rank] * group.size)
+        elif num_holders:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dense.append(parameter.grad.detach())
+    if dense and shares is not None:
+        vector = pack(dense)
+        all_reduce.weighted_sum(vector, shares, "gradients of the warm-up")
+        unpack(vector, dense)
+    if leaving:
+        for parameter, grad in zip(mine, kept, strict=True):
+            parameter.grad = grad
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of all elements as a vector, in float32 or, where one of the tensors is, in float64."""
+    wide = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+    vector = torch.empty(sum(t.numel() for t in tensors), dtype=wide, device=tensors[0].device if tensors else "cpu")
+    for tensor, piece in pieces(tensors, vector):
+        piece.copy_(flat_view(tensor))
+    return vector
+
+
+def unpack(vector: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """The inverse of `pack`: writes the vector into the tensors."""
+    for tensor, piece in pieces(tensors, vector):
+        flat = flat_view(tensor)
+        flat.copy_(piece)
+        if flat.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def pieces(tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor with its piece of the vector."""
+    return list(zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True))
+
+
+def pseudo_gradient(anchors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The anchors minus the parameters, as a vector."""
+    vector = pack(anchors)
+    for parameter, piece in pieces(parameters, vector):
+        piece.sub_(flat_view(parameter))
+    return vector

@@ -193,7 +193,7 @@ class LocalSGD(RoundStrategy):
             from .async_local_sgd import AsyncLocalSync
 
             return AsyncLocalSync(registry, hooks, self)
-        from .averaging import LocalSync
+        from .local_sgd import LocalSync
 
         return LocalSync(registry, hooks, self)
 
@@ -236,6 +236,6 @@ class DiLoCo(RoundStrategy):
         return True
 
     def sync(self, registry: ParameterRegistry, hooks: TrainingHooks) -> Sync:
-        from .averaging import LocalSync
+        from .local_sgd import LocalSync
 
         return LocalSync(registry, hooks, self)
