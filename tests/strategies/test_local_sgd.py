@@ -999,7 +999,7 @@ def test_by_time_steps_are_in_proportion_to_speed(
 ) -> None:
     """A step takes 1 s / speed. After a first round of one step each, all do in a round what their time allows."""
     clock = Clock()
-    monkeypatch.setattr("hora.strategies.local.local_sgd.time", clock)
+    monkeypatch.setattr("hora.strategies.local.exchange.time", clock)
 
     def script(group: Group) -> list[int]:
         one, model = training(group, f"local:every={every},pace=time"), mlp(SMALL)

@@ -20,7 +20,7 @@ class CountedAllReduce:
         self.sent_bytes = 0  # by this worker, since the run began
         self._shared_bytes = 0  # of these, what the other workers read in shared memory
         self._algorithm = algorithm
-        self._traffic = traffic
+        self.traffic = traffic
 
     def sum(self, vector: torch.Tensor, name: str, between: Between | None = None) -> None:
         """Collective, in place; `between` is how it crosses between hosts. In shared memory nothing is sent: there the
@@ -46,7 +46,7 @@ class CountedAllReduce:
 
     def count(self, num_bytes: int) -> None:
         self.sent_bytes += num_bytes
-        self._traffic.sent_bytes += num_bytes
+        self.traffic.sent_bytes += num_bytes
 
     def sent_to(self) -> dict[int, int]:
         """Bytes by worker. In shared memory each worker reads as much as any other."""

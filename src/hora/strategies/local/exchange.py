@@ -9,12 +9,12 @@ buffers       and the optimizers' state, at the end of a round
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 import time
+import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -23,12 +23,12 @@ from ...monitor import spans
 from ...parameters.registry import ParameterRegistry
 from ...transport.task_thread import TaskHandle, TaskThread
 from ..common import nonfinite
+from ..common.hooks import TrainingHooks
 from ..common.step_status import StepStatus
-from ..common.sync import CommStats
 from .averager import Averager, PlainAverager, average_gradients
 from .buffer_sync import NONFINITE, BufferSync
 from .counted_all_reduce import CountedAllReduce
-from .round import cut_fragments
+from .round import Phase, Round, cut_fragments
 
 if TYPE_CHECKING:
     from .config import RoundStrategy
@@ -102,31 +102,38 @@ class Exchange:
 
 
 class Exchanger:
-    """One worker's side of all exchanges, and the parameters that they are about. Training thread only.
+    """Runs the exchanges of this worker's round. Training thread only, but for `run`.
 
     `averager` is for parameters after the warm-up; until then, and without one, they are averaged as they are."""
 
     def __init__(
         self,
         registry: ParameterRegistry,
-        all_reduce: CountedAllReduce,
+        hooks: TrainingHooks,
         strategy: RoundStrategy,
+        round: Round,
+        all_reduce: CountedAllReduce,
         averager: Averager | None,
-        traffic: CommStats,
     ) -> None:
         self._registry = registry
+        self._hooks = hooks
+        self._strategy = strategy
+        self._round = round
         self._all_reduce = all_reduce
         self._group = all_reduce.group
-        self._strategy = strategy
         self._plain = PlainAverager(registry, all_reduce)
-        self._traffic = traffic
-        self._task_thread = TaskThread("hora-averaging")
-        self._handle = TaskHandle()
         self.averager = averager or self._plain
         self.buffer_sync = BufferSync(registry, all_reduce)
         self.trained: list[int] = []  # parameters that an optimizer trains, now or before
-        self.fragments: list[list[int]] = []  # the same, by fragment
+        self._fragments: list[list[int]] = []  # the same, by fragment
+        self._task_thread = TaskThread("hora-averaging")
+        self._handle = TaskHandle()
         self.in_flight: Exchange | None = None  # with overlap
+        self.resume()
+
+    def resume(self) -> None:
+        """From now on this worker computes."""
+        self._resumed_s = time.perf_counter()
 
     def update_trained(self, same: bool = False) -> None:
         """Finds the parameters that are trained, also those unfrozen since the last step, which are still the same on
@@ -137,15 +144,31 @@ class Exchanger:
         if new:
             self.trained = sorted(now.union(self.trained))
             sizes = [p.numel() for p in self._registry.parameters]
-            self.fragments = cut_fragments(self.trained, sizes, self._strategy.fragments)
+            self._fragments = cut_fragments(self.trained, sizes, self._strategy.fragments)
         with torch.no_grad():
             if same:
                 self.averager.set_anchors(self.trained)
             elif new:
                 self.averager.add_anchors(new)
 
+    def open(self, **given: Any) -> Exchange:
+        """An exchange with this worker's status."""
+        self._round.add_work(time.perf_counter() - self._resumed_s)
+        self.resume()
+        status = RoundStatus(
+            warming_up=float(self._round.warming_up),
+            loop=float(self._hooks.loop),
+            stop=float(self._hooks.stop_wanted),
+            step=float(self._round.num_steps),
+            step_s=self._round.step_s,
+            trained=float(zlib.crc32(repr(self.trained).encode())),
+            buffers=self.buffer_sync.status,
+            samples=self._round.samples,
+        )
+        return Exchange(dataclasses.replace(status, **given), self._fragments)
+
     def start(self, exchange: Exchange, fragment: int) -> None:
-        """Packs a fragment. With overlap the rest runs on a thread, and `finish` waits for it; else `run` follows."""
+        """Packs a fragment. With overlap, runs the exchange on a thread; `finish` waits for it."""
         with torch.no_grad():
             exchange.vectors[fragment] = self.averager.pack(exchange.fragments[fragment])
         if self._strategy.overlap:
@@ -153,33 +176,44 @@ class Exchanger:
                 exchange.buffers = self.buffer_sync.pack()
             self._group.transport.background = True
             self.in_flight = exchange
-            self._handle = self._task_thread.submit(functools.partial(self.run, exchange, exposed=False))
+            self._handle = self._task_thread.submit(lambda: self._exchange(exchange, exposed=False))
+            self._round.begin_overlapped()
 
-    @property
-    def in_flight_failed(self) -> bool:
-        return self.in_flight is not None and self._handle.error is not None
-
-    def finish(self) -> float:
-        """Blocks until the exchange in flight is done, and returns the seconds. Raises its error."""
-        begin = time.perf_counter()
-        with self._group.wait_scope:
+    def finish(self) -> Exchange:
+        """Blocks until the exchange in flight is done, and returns it. Raises its error."""
+        assert self.in_flight is not None
+        exchange, begin = self.in_flight, time.perf_counter()
+        with self._group.wait_scope, self._round.exchanging():
             self._handle.wait()
+        self._round.end_overlapped()
         self.in_flight = None
         self._group.transport.background = False
         if spans.on:
             spans.add(spans.TRAINING, "waiting", spans.since(begin), what="the round under way")
         waited_s = time.perf_counter() - begin
-        self._traffic.exposed_s += waited_s
-        return waited_s
+        self._all_reduce.traffic.exposed_s += waited_s
+        self._resumed_s += waited_s
+        return exchange
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last exchange was broken off."""
+        in_flight_failed = self.in_flight is not None and self._handle.error is not None
+        return in_flight_failed or self._round.phase is Phase.FAILED
 
     def close(self) -> None:
         self._task_thread.close()
         self.averager.close()
 
-    def run(self, exchange: Exchange, exposed: bool = True) -> None:
-        """Collective, on any thread. `exposed`: the training thread waits for it.
+    def run(self, exchange: Exchange) -> None:
+        """Collective, blocks. HoraError, on every worker, if workers are not at the same point of a round, or if a
+        result is not finite."""
+        with self._round.exchanging():
+            self._exchange(exchange, exposed=True)
+        self.resume()
 
-        HoraError, on every worker, if workers are not at the same point of a round or a result is not finite."""
+    def _exchange(self, exchange: Exchange, exposed: bool) -> None:
+        """On any thread. `exposed`: the training thread waits for it."""
         begin, sent = time.perf_counter(), self._all_reduce.sent_bytes
         exchange.statuses = exchange.status.gather(self._group, "status of a round")
         gathered = time.perf_counter()
@@ -194,10 +228,10 @@ class Exchanger:
         else:
             self._average_parameters(exchange)
         seconds = time.perf_counter() - begin
-        self._traffic.num_exchanges += 1
-        self._traffic.comm_s += seconds
+        self._all_reduce.traffic.num_exchanges += 1
+        self._all_reduce.traffic.comm_s += seconds
         if exposed:
-            self._traffic.exposed_s += seconds
+            self._all_reduce.traffic.exposed_s += seconds
         if spans.on:
             self._trace(exchange, exposed, begin, gathered, self._all_reduce.sent_bytes - sent)
 
@@ -256,9 +290,10 @@ class Exchanger:
         excluded = [rank for rank, status in enumerate(statuses) if status.buffers == NONFINITE]
         if excluded and self._group.rank == 0:
             log.warning("buffers of %s are not finite: they do not count", self._group.transport.name_of(excluded[0]))
-        kept = [share * (rank not in excluded) for rank, share in enumerate(shares)]
-        if exchange.buffers.numel() and sum(kept):
-            exchange.mean_buffers = buffer_sync.reduce(exchange.buffers, [share / sum(kept) for share in kept])
+        kept = [0.0 if rank in excluded else share for rank, share in enumerate(shares)]
+        total = sum(kept)
+        if exchange.buffers.numel() and total:
+            exchange.mean_buffers = buffer_sync.reduce(exchange.buffers, [share / total for share in kept])
         if not exchange.active or not self._strategy.overlap:
             buffer_sync.broadcast_integers()
 

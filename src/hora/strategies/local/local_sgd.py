@@ -13,12 +13,9 @@ exchange runs on a thread of its own while the next steps are taken.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import time
-import zlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -66,7 +63,6 @@ class LocalSync(LocalGradients):
         self._step_shared = True  # all workers took part in the last step of the warm-up
         self._missed_batch = False  # this worker's loop did not run for a batch in which it had no samples
         self._break_undecided = False  # others broke out in such a batch: whether this worker goes on is asked later
-        self._resumed_s = 0.0  # when this worker went on after the last exchange
         self._first_step = 0  # steps that a checkpoint had
         self._mean_steps = 0.0  # steps at the last exchange, mean over the workers
 
@@ -98,22 +94,19 @@ class LocalSync(LocalGradients):
         self.group = group.clone()
         self.group.describe_wait = lambda: f"the averaging of parameters after step {self.hooks.step}"
         self._all_reduce = CountedAllReduce(self.group, self.strategy.algorithm, self.traffic)
-        averager = self._make_averager()
-        self._exchanger = Exchanger(self.registry, self._all_reduce, self.strategy, averager, self.traffic)
+        averager: Averager | None = None
+        if self.strategy.via == "ps":
+            from .server_averager import ServerAverager
+
+            averager = ServerAverager(self.registry, self._all_reduce, cast("LocalSGD", self.strategy), self.context)
+        elif self.strategy.averages_differences:
+            averager = OuterAverager(self.registry, self._all_reduce, self.strategy)
+        self._exchanger = Exchanger(self.registry, self.hooks, self.strategy, self._round, self._all_reduce, averager)
         self._averager = self._exchanger.averager
         self._backward.hook()
         self._exchanger.update_trained(same=True)
         self._plan_interval([])
-        self._resumed_s = time.perf_counter()
-
-    def _make_averager(self) -> Averager | None:
-        if self.strategy.via == "ps":
-            from .server_averager import ServerAverager
-
-            return ServerAverager(self.registry, self._all_reduce, cast("LocalSGD", self.strategy), self.context)
-        if self.strategy.averages_differences:
-            return OuterAverager(self.registry, self._all_reduce, self.strategy)
-        return None
+        self._exchanger.resume()
 
     def unbind(self) -> None:
         self._backward.unhook()
@@ -217,7 +210,7 @@ class LocalSync(LocalGradients):
 
     def _share_gradient(self, optimizer: torch.optim.Optimizer, found_inf: bool = False) -> bool:
         """Collective, in the warm-up: gradients become their mean. False if a worker's GradScaler found an infinity."""
-        exchange = self._open(
+        exchange = self._exchanger.open(
             gradients=1.0,
             number=float(self.registry.optimizers.index(optimizer)),
             found_inf=float(found_inf),
@@ -227,11 +220,10 @@ class LocalSync(LocalGradients):
         factor = 1.0 if scale is None else float(scale)
         mine = [p for group in optimizer.param_groups for p in group["params"]]
         scale_gradients(mine, 1.0 / factor)
-        self._run(exchange)
+        self._exchanger.run(exchange)
         scale_gradients(mine, factor)
         self._conclude_statuses(exchange)
         self._step_shared = len(exchange.active) == self._group.size
-        self._resumed_s = time.perf_counter()
         return not exchange.found_inf
 
     # -- exchanges ---------------------------------------------------------------------------------------------------
@@ -240,45 +232,17 @@ class LocalSync(LocalGradients):
         """Collective: the next fragment. With overlap the result is applied some steps later."""
         self._finish_in_flight()
         fragment = self._round.fragment
-        exchange = self._open(fragment=float(fragment))
+        exchange = self._exchanger.open(fragment=float(fragment))
         self._exchanger.start(exchange, fragment)
-        if self.strategy.overlap:
-            self._round.begin_overlapped()
-        else:
-            self._run(exchange)
-            self._apply(exchange)
-        self._resumed_s = time.perf_counter()
-
-    def _open(self, **given: Any) -> Exchange:
-        """An exchange with this worker's status."""
-        now = time.perf_counter()
-        self._round.add_work(now - self._resumed_s)
-        self._resumed_s = now
-        status = RoundStatus(
-            warming_up=float(self.warming_up),
-            loop=float(self.hooks.loop),
-            stop=float(self.hooks.stop_wanted),
-            missed_batch=float(self._missed_batch),
-            step=float(self._round.num_steps),
-            step_s=self._round.step_s,
-            trained=float(zlib.crc32(repr(self._exchanger.trained).encode())),
-            buffers=self._exchanger.buffer_sync.status,
-            samples=self._round.samples,
-        )
-        return Exchange(dataclasses.replace(status, **given), self._exchanger.fragments)
-
-    def _run(self, exchange: Exchange) -> None:
-        with self._round.exchanging():
+        if not self.strategy.overlap:
             self._exchanger.run(exchange)
+            self._apply(exchange)
+        self._exchanger.resume()
 
     def _finish_in_flight(self) -> None:
         """Waits for the exchange in flight, if there is one, and applies its result."""
-        exchange = self._exchanger.in_flight
-        if exchange is not None:
-            with self._round.exchanging():
-                self._resumed_s += self._exchanger.finish()  # waiting is no work
-            self._round.end_overlapped()
-            self._apply(exchange)
+        if self._exchanger.in_flight is not None:
+            self._apply(self._exchanger.finish())
 
     def _apply(self, exchange: Exchange) -> None:
         """Writes the results into the model, and concludes from the statuses what comes next."""
@@ -329,7 +293,7 @@ class LocalSync(LocalGradients):
             self._decide_break(quits=False)
             if self.strategy.leased and self.hooks.loop != self._round.closed_loop:
                 self._round.reopen()  # others may get samples, and take steps, where this worker gets none
-            self._resumed_s = time.perf_counter()
+            self._exchanger.resume()
         elif event in (LoopEvent.FINISHED, LoopEvent.BROKE):
             self._close_round(self.hooks.loop, broke=event is LoopEvent.BROKE)
         elif event is LoopEvent.CLOSED:
@@ -341,13 +305,9 @@ class LocalSync(LocalGradients):
             if event is not LoopEvent.QUIT:
                 self._close_round(NO_LOOP)
 
-    @property
-    def _failed(self) -> bool:
-        return self._round.phase is Phase.FAILED or self._exchanger.in_flight_failed
-
     def _close_round(self, loop: int, broke: bool = False) -> None:
         """Collective: this worker takes no steps, and takes part in exchanges until all others have left `loop` too."""
-        if self._failed:
+        if self._exchanger.failed:
             return
         self._finish_in_flight()
         if self._round.phase is Phase.CLOSED and (not broke or self.outcome.stop):
@@ -355,10 +315,14 @@ class LocalSync(LocalGradients):
         self._round.take_due()
         others_left = False
         while not others_left:
-            exchange = self._open(leaving=1.0, broke=ENDED if self.hooks.ended else float(broke), loop=float(loop))
-            self._run(exchange)
+            exchange = self._exchanger.open(
+                leaving=1.0,
+                broke=ENDED if self.hooks.ended else float(broke),
+                loop=float(loop),
+                missed_batch=float(self._missed_batch),
+            )
+            self._exchanger.run(exchange)
             self._apply(exchange)
-            self._resumed_s = time.perf_counter()
             statuses = exchange.statuses
             others_left = all(status.loop > loop or (status.leaving and status.loop == loop) for status in statuses)
             if not exchange.active and any(status.missed_batch for status in statuses):
@@ -368,14 +332,14 @@ class LocalSync(LocalGradients):
                 self._round.num_steps = max(int(status.step) for status in statuses)
                 if self._round.num_steps >= self.strategy.warmup:
                     self._end_warmup()
+            self._exchanger.resume()
         self._round.close(loop, everywhere=all(status.leaving and status.loop == loop for status in statuses))
-        self._resumed_s = time.perf_counter()
 
     def _decide_break(self, quits: bool) -> None:
         """Collective: workers that had no samples when others broke out of a loop stop if the others do."""
-        if self._break_undecided and not self._failed:
-            exchange = self._open(leaving=1.0, broke=float(quits), loop=float(self.hooks.loop))
-            self._run(exchange)
+        if self._break_undecided and not self._exchanger.failed:
+            exchange = self._exchanger.open(leaving=1.0, broke=float(quits), loop=float(self.hooks.loop))
+            self._exchanger.run(exchange)
             gone = [rank for rank, status in enumerate(exchange.statuses) if status.broke]
             self._break_undecided = len(gone) == self._group.size  # asked again later
             if gone and not self._break_undecided:
@@ -422,11 +386,8 @@ class LocalSync(LocalGradients):
         load(self.registry, snapshot.states, lambda index, state: state)
 
     def describe(self) -> SyncReport:
-        trained, steps = (
-            [self.registry.parameters[i] for i in self._exchanger.trained],
-            round(self._mean_steps) - self._first_step,
-        )
-        sent, size = self._all_reduce.sent_bytes, self._group.size
-        text = summarize(self.strategy.spell(), self.rounds, steps, sent, trained, size)
+        trained = [self.registry.parameters[index] for index in self._exchanger.trained]
+        steps, sent = round(self._mean_steps) - self._first_step, self._all_reduce.sent_bytes
+        text = summarize(self.strategy.spell(), self.rounds, steps, sent, trained, self._group.size)
         summary = "; ".join(filter(None, [text, self._averager.describe_savings(self.rounds)]))
         return SyncReport(sent_to=self._all_reduce.sent_to(), summary=summary)

@@ -79,7 +79,7 @@ class Round:
 
     def count_other_step(self) -> None:
         """Another optimizer has stepped."""
-        self._other_samples = [max(seen, self.step_samples) for seen in self._other_samples]
+        self._other_samples = [self.step_samples] * self.num_fragments
 
     def check_due(self, shared: bool = False) -> None:
         """After a step of the first optimizer."""
