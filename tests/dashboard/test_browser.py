@@ -399,7 +399,7 @@ def test_a_predictor_can_be_tried(browser: Browser, home: pathlib.Path, page: Pa
             tab.fill("#predict-body", "[[3, 4")
             tab.click("#predict-button")
             tab.wait_for_selector(".answer.bad")
-            assert "no JSON" in text(tab, "#predict-answer")
+            assert "not JSON" in text(tab, "#predict-answer")
         holds(tab, "document.querySelector('#predict-state').textContent.includes('its predictor with it')")
         assert not tab.locator("#predict-form").is_visible()
         with told(home, "loose", serving=f"http://127.0.0.1:{server.server_port}", strategy="ps:mode=ssp", servers=1):

@@ -2,6 +2,8 @@
 
 import { duration, number, short } from "./format.js";
 
+export const FONT = '11px system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
+
 const CLOCK = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
 
 export function ticks(low, high, count) {
@@ -9,7 +11,7 @@ export function ticks(low, high, count) {
   return between(low, high, step);
 }
 
-export function timeTicks(low, high, count) {
+function timeTicks(low, high, count) {
   const wanted = (high - low) / Math.max(1, count);
   const step = CLOCK.find((one) => one >= wanted) ?? Math.ceil(wanted / 86400) * 86400;
   return between(low, high, wanted < 0.1 ? nice(wanted) : step);
@@ -37,6 +39,26 @@ export function label(value, found) {
   let digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step || 1) + 1e-9)));
   if (Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-6) digits += 1; // 0.25
   return value.toFixed(digits).replace("-", "−");
+}
+
+// Ticks of an x axis over steps, samples or time: [{value, text}]
+export function xTicks(x, low, high, count) {
+  const time = x === "time";
+  const found = (time ? timeTicks : ticks)(low, high, count).filter((tick) => time || Number.isInteger(tick));
+  return found.map((value) => ({ value, text: time ? timeLabel(value) : label(value, found) }));
+}
+
+// Draws [{x, text}] centred at y, inside of width; labels that would touch the one before are left out.
+export function drawLabels(context, labels, y, width, gap = 8) {
+  context.textAlign = "center";
+  let end = -Infinity;
+  for (const { x, text } of labels) {
+    const half = context.measureText(text).width / 2;
+    const at = Math.min(Math.max(x, half), width - half);
+    if (at - half < end + gap) continue;
+    context.fillText(text, at, y);
+    end = at + half;
+  }
 }
 
 export function timeLabel(value) {

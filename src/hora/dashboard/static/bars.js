@@ -1,6 +1,7 @@
 // Bars: a histogram on a canvas.
 
-import { color, el, clearedContext } from "./dom.js";
+import { FONT, drawLabels } from "./axes.js";
+import { clearedContext, color, el } from "./dom.js";
 import { short } from "./format.js";
 
 export class Bars {
@@ -11,7 +12,7 @@ export class Bars {
     new ResizeObserver(() => this.redraw()).observe(this.canvas);
   }
 
-  // bars: heights; labels: [{at: 0 to 1, text}] below; words for who cannot see it
+  // bars: heights; labels: [{at: 0 to 1, text}] below; words for screen readers
   set(bars, labels, words) {
     [this.bars, this.labels] = [bars, labels];
     this.canvas.setAttribute("aria-label", words);
@@ -22,7 +23,7 @@ export class Bars {
     const [width, height] = [this.canvas.clientWidth, this.canvas.clientHeight];
     const context = clearedContext(this.canvas, width, height);
     if (!context || !this.bars.length) return;
-    context.font = '11px system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
+    context.font = FONT;
     const most = Math.max(...this.bars, 1e-12);
     const [top, bottom, step] = [16, height - 18, Math.min(64, width / this.bars.length)];
     context.fillStyle = color("--grid");
@@ -36,14 +37,6 @@ export class Bars {
     context.fillStyle = color("--muted");
     context.textAlign = "left";
     context.fillText(`most ${short(most)}`, 0, 10);
-    let end = -Infinity;
-    for (const { at, text } of this.labels) {
-      const half = context.measureText(text).width / 2;
-      const x = Math.min(Math.max(at * step * this.bars.length, half), width - half);
-      if (x - half < end + 6) continue;
-      context.textAlign = "center";
-      context.fillText(text, x, height - 4);
-      end = x + half;
-    }
+    drawLabels(context, this.labels.map(({ at, text }) => ({ x: at * step * this.bars.length, text })), height - 4, width, 6);
   }
 }

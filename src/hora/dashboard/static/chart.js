@@ -1,11 +1,10 @@
 // Chart: curves with their low-high bands on a canvas. Pointer and arrow keys read a point.
 
-import { label, logTicks, range, ticks, timeLabel, timeTicks } from "./axes.js";
+import { FONT, drawLabels, label, logTicks, range, ticks, timeLabel, xTicks } from "./axes.js";
 import { color, el, clearedContext, setText } from "./dom.js";
 import { number } from "./format.js";
 import { HIGH, LOW, MEAN, X } from "./store.js";
 
-const FONT = '11px system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
 const MARGIN = { top: 8, right: 12, bottom: 20 };
 
 export class Chart {
@@ -128,20 +127,10 @@ export class Chart {
       context.stroke();
       context.fillText(area.yLabels[place], area.left - 6, y);
     });
-    const time = this.x === "time";
-    const columns = Math.max(2, Math.floor((area.right - area.left) / (time ? 64 : 48)));
-    const found = (time ? timeTicks : ticks)(area.x0, area.x1, columns).filter((tick) => time || Number.isInteger(tick));
+    const columns = Math.max(2, Math.floor((area.right - area.left) / (this.x === "time" ? 64 : 48)));
+    const found = xTicks(this.x, area.x0, area.x1, columns).map(({ value, text }) => ({ x: area.x(value), text }));
     context.textBaseline = "alphabetic";
-    let end = -Infinity;
-    for (const tick of found) {
-      const text = time ? timeLabel(tick) : label(tick, found);
-      const half = context.measureText(text).width / 2;
-      const x = Math.min(Math.max(area.x(tick), half), area.right + MARGIN.right - half);
-      if (x - half < end + 8) continue;
-      context.textAlign = "center";
-      context.fillText(text, x, area.bottom + 15);
-      end = x + half;
-    }
+    drawLabels(context, found, area.bottom + 15, area.right + MARGIN.right);
   }
 
   #band(context, area, one) {

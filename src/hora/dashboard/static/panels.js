@@ -186,7 +186,7 @@ export class Predictor {
       JSON.parse(body);
     } catch (problem) {
       out.className = "answer bad";
-      setText(out, `This is no JSON: ${problem.message}`);
+      setText(out, `This is not JSON: ${problem.message}`);
       return;
     }
     button.disabled = true;

@@ -1,6 +1,6 @@
-// Workers: a row for each, with what its step is made of now and over time.
+// Workers: a row for each, with the time breakdown of its step now and over the run.
 
-import { label, ticks, timeLabel, timeTicks } from "./axes.js";
+import { FONT, drawLabels, xTicks } from "./axes.js";
 import { color, el, syncChildren, clearedContext, setText, set } from "./dom.js";
 import { bytes, moment, short, stateWord } from "./format.js";
 import { MEAN, START, X } from "./store.js";
@@ -28,7 +28,7 @@ export class Workers {
     if (this.waiting || !this.store) return;
     this.waiting = requestAnimationFrame(() => {
       this.waiting = 0;
-      this.#strips();
+      this.#drawBreakdowns();
     });
   }
 
@@ -40,11 +40,11 @@ export class Workers {
       bar: el("span", { className: "bar", role: "img" }, ...bars),
       bars,
       time: el("span", { className: "num" }),
-      strip: el("canvas", { className: "strip", role: "img" }),
+      breakdown: el("canvas", { className: "strip", role: "img" }),
       rate: el("span", { className: "num wide" }),
       sent: el("span", { className: "num wide" }),
     };
-    row.node.append(row.name, row.bar, row.time, row.strip, row.rate, row.sent);
+    row.node.append(row.name, row.bar, row.time, row.breakdown, row.rate, row.sent);
     this.rows.set(rank, row);
     return row.node;
   }
@@ -64,11 +64,10 @@ export class Workers {
     const words = PARTS.map((part) => `${WORDS[part]} ${moment(worker[`${part}_s`])}`).join(", ");
     set(row.bar, "aria-label", `${worker.name}: ${words} per step`);
     set(row.bar, "title", words);
-    set(row.strip, "aria-label", `${worker.name}: the same over ${X[this.x].label}`);
+    set(row.breakdown, "aria-label", `${worker.name}: the same over ${X[this.x].label}`);
   }
 
-  #strips() {
-    const of = X[this.x].of;
+  #drawBreakdowns() {
     const all = new Map();
     let [x0, x1] = [Infinity, -Infinity];
     const heights = [];
@@ -83,11 +82,11 @@ export class Workers {
     }
     heights.sort((a, b) => a - b);
     const most = (heights[Math.floor(heights.length * 0.98)] ?? 1) * 1.08 || 1;
-    for (const [rank, row] of this.rows) this.#strip(row.strip, all.get(rank), x0, x1, most);
-    this.#axis(x0, x1, of);
+    for (const [rank, row] of this.rows) this.#drawBreakdown(row.breakdown, all.get(rank), x0, x1, most);
+    this.#axis(x0, x1);
   }
 
-  // what lies upon what, from where to where
+  // the stacked breakdown of a worker: [{from, to, tops}]
   #stack(rank) {
     const of = X[this.x].of;
     const points = this.store.curves.get(`rank/${rank}/compute`)?.points ?? [];
@@ -106,7 +105,7 @@ export class Workers {
     return found;
   }
 
-  #strip(canvas, stack, x0, x1, most) {
+  #drawBreakdown(canvas, stack, x0, x1, most) {
     const [width, height] = [canvas.clientWidth, canvas.clientHeight];
     const context = clearedContext(canvas, width, height);
     if (!context || !stack.length || x1 <= x0) return;
@@ -135,20 +134,10 @@ export class Workers {
     const [width, height] = [this.axis.clientWidth, this.axis.clientHeight];
     const context = clearedContext(this.axis, width, height);
     if (!context || x1 <= x0) return;
-    context.font = '11px system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
+    context.font = FONT;
     context.fillStyle = color("--muted");
-    const time = this.x === "time";
-    const found = (time ? timeTicks : ticks)(x0, x1, Math.max(2, Math.floor(width / (time ? 80 : 60)))).filter((tick) => time || Number.isInteger(tick));
-    let end = -Infinity;
-    for (const tick of found) {
-      const text = time ? timeLabel(tick) : label(tick, found);
-      const half = context.measureText(text).width / 2;
-      const at = Math.min(Math.max(((tick - x0) / (x1 - x0)) * width, half), width - half);
-      if (at - half < end + 8) continue;
-      context.textAlign = "center";
-      context.fillText(text, at, 12);
-      end = at + half;
-    }
+    const found = xTicks(this.x, x0, x1, Math.max(2, Math.floor(width / (this.x === "time" ? 80 : 60))));
+    drawLabels(context, found.map(({ value, text }) => ({ x: ((value - x0) / (x1 - x0)) * width, text })), 12, width);
   }
 }
 
