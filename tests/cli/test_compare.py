@@ -54,7 +54,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
             memory = RunDatabase(os.path.join(record.path, run_directory.DATABASE), warn=pytest.fail)
             memory.write(run_state)
             memory.close()
-            end["summary"] = run_state.summary()
+            end["summary"] = run_state.status(run_state.updated_at).summary()
         record.end(end)
         record.close()
         return record.path

@@ -87,7 +87,7 @@ class FakeRun:
         self.database.put("end", {"code": code})
         self.event("end", "run", f"the run has ended with code {code}")
         self.write()
-        summary = self.run_state.summary(self.clock)
+        summary = self.run_state.status(self.clock).summary()
         self.database.close()
         facts = {"code": code, "cause": "a rank failed" if code else "", "seconds": self.clock, "summary": summary}
         (self.path / "end.json").write_text(

@@ -57,7 +57,7 @@ def test_what_is_not_known_is_not_said() -> None:
 
 def test_a_run_that_did_not_train_says_nothing() -> None:
     assert summary_lines({}, single=5.0) == []
-    assert summary_lines(RunState(run="x", size=2).summary(), single=None) == []
+    assert summary_lines(RunState(run="x", size=2).status(0.0).summary(), single=None) == []
 
 
 def test_one_worker_is_not_measured_against_itself() -> None:

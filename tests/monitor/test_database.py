@@ -61,7 +61,7 @@ def test_what_is_written_is_read_back(database: RunDatabase, path: str) -> None:
     assert reader.status().workers[0].peers and reader.status().lags == {3: 4}
     assert reader.events() == list(run_state.event_log.events)
     assert reader.get("config") == {"command": ["train.py", "bad ?"], "size": 2}
-    assert reader.get("summary") == run_state.summary()
+    assert reader.get("summary") == run_state.status(run_state.updated_at).summary()
     assert reader.get("nothing") is None
     version, curves = reader.curves()
     assert version == 1 and list(curves) == sorted(run_state.curves)

@@ -136,7 +136,7 @@ def test_the_summary_has_the_whole_run() -> None:
     run = run_state()
     now = train(run, 20, {0: {"rows": [row(1, loss=2.0)]}, 1: {"seconds": 0.2}})
     run.on_event("end", "", "done", now)
-    summary = run.summary()
+    summary = run.status(run.updated_at).summary()
     assert summary["samples"] == 320 and summary["steps"] == 20 and summary["workers"] == 2
     assert summary["seconds"] == now and summary["slowest"] == "rank 1 (host a, pid 101)"
     assert summary["samples_per_s"] == pytest.approx(320 / (now - 0.05))
@@ -256,7 +256,7 @@ def test_one_who_joins_later_has_a_rank_beyond_the_size() -> None:
     assert [each.rank for each in run.status(now).workers] == [0, 1, 7]
     train(run, 4, {0: {}, 1: {}, 7: {}}, begin=4)
     assert run.status(now).workers[2].name == "rank 7 (host a, pid 107)"
-    assert run.summary()["workers"] == 3 and "rank/7/compute" in run.curves
+    assert run.status(run.updated_at).summary()["workers"] == 3 and "rank/7/compute" in run.curves
 
 
 def test_the_steps_of_one_who_joined_are_the_runs() -> None:
@@ -290,7 +290,8 @@ def test_a_crowd_that_comes_and_goes_is_forgotten_but_not_its_samples() -> None:
         run.tick(rank * 0.01)
         run.on_event("left", str(worker(rank)), "", rank * 0.01)
     assert len(run.status(40.0).workers) == MAX_MEMBERS
-    assert run.summary()["samples"] == 3 * MAX_MEMBERS * 8 and run.summary()["workers"] == 3 * MAX_MEMBERS
+    summary = run.status(run.updated_at).summary()
+    assert summary["samples"] == 3 * MAX_MEMBERS * 8 and summary["workers"] == 3 * MAX_MEMBERS
     assert len([name for name in run.curves if name.startswith("rank/")]) <= 3 * MAX_BREAKDOWNS
     assert run.lost_reports == 0
 
@@ -330,7 +331,7 @@ def test_the_epoch_is_never_that_of_one_who_died_while_others_went_on() -> None:
     run.on_event("left", str(worker(1)), "", 2.0)
     assert (run.status(2.0).epoch, run.status(2.0).values) == (5, {"loss": 5.0})
     run.on_event("end", "", "done", 2.0)
-    assert run.status(2.0).epoch == 5 and run.summary()["values"] == {"loss": 5.0}
+    assert run.status(2.0).epoch == 5 and run.status(run.updated_at).summary()["values"] == {"loss": 5.0}
     run.on_event("died", str(worker(1)), "", 2.0)
     assert run.status(2.0).epoch == 5  # all have died: of the one that was heard last
 

@@ -82,7 +82,7 @@ class RunMonitor:
         self._end_facts: dict[str, object] = {}
         self._status = self._state.status(0.0)
         self.recent: list[RunEvent] = []  # the newest events
-        self._summary = self._state.summary()
+        self._summary = self._status.summary()
         self._thread = threading.Thread(target=self._run, name="hora-monitor", daemon=True)
         self._thread.start()
 
@@ -186,7 +186,7 @@ class RunMonitor:
         self._state.tick(now)
         self._status = self._state.status(now)
         self.recent = list(self._state.event_log.events)[-RECENT:]
-        self._summary = self._state.summary(now)
+        self._summary = self._status.summary()
 
     def _write(self) -> None:
         rows, events = self._state.metrics.take_rows(), self._state.event_log.take()

@@ -146,7 +146,9 @@ class RunState:
             size=self._size,
             state=self._state,
             seconds=at,
+            trained_s=self._trained_until - self._trained_from if self._trained_from is not None else 0.0,
             step=self._step,
+            first_step=self._first_step,
             epoch=_max(worker.last.epoch for worker in current),
             epochs=_max(worker.last.epochs for worker in current),
             progress=self._forecast.progress,
@@ -157,6 +159,7 @@ class RunState:
             bytes_per_step=totals.bytes_per_step,
             hidden=totals.hidden,
             values=self.metrics.newest(current, workers),
+            num_workers=members.num_seen,
             workers=[each.status(at, comm_s=comm_s, slow=self._stragglers.factor(each.rank)) for each in workers],
             servers=servers,
             lags=dict(sorted(lags.items())),
@@ -166,26 +169,6 @@ class RunState:
             slowest=members.slowest(),
             lost_reports=self.lost_reports,
         )
-
-    def summary(self, at: float | None = None) -> dict[str, object]:
-        """The run in a few numbers, at `at` or at the last update; the speed is from the first step to the last."""
-        totals, workers = self._members.totals(), list(self._members.workers.values())
-        trained_s = self._trained_until - self._trained_from if self._trained_from is not None else 0.0
-        return {
-            "samples": self._samples,
-            "seconds": self.updated_at if at is None else at,
-            "samples_per_s": self._samples / trained_s if trained_s > 0 else 0.0,
-            "steps": self._step,
-            "from_step": self._first_step,
-            "bytes_per_step": totals.bytes_per_step,
-            "hidden": totals.hidden,
-            "slowest": self._members.slowest(),
-            "checkpoints": self.event_log.checkpoints,
-            "skipped": self.event_log.skipped,
-            "rounds": _max(worker.last.rounds for worker in workers),
-            "values": self.metrics.newest(self._members.current(), workers),
-            "workers": self._members.num_seen,
-        }
 
     # -- reports -----------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,9 @@ class RunStatus(msgspec.Struct, kw_only=True):
     state: str = "starting"  # starting, running, ended
     waiting: str = ""  # what a starting run waits for
     seconds: float = 0.0  # since the run began
+    trained_s: float = 0.0  # from the first step to the last
     step: int = 0
+    first_step: int = 0  # of this run; a run may continue from a checkpoint
     epoch: int | None = None
     epochs: int | None = None
     progress: float | None = None
@@ -68,6 +70,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     bytes_per_step: float = 0.0  # of one worker, over the whole run
     hidden: float | None = None  # share of communication hidden by computation, over the whole run
     values: dict[str, float] = {}  # the newest logged values
+    num_workers: int = 0  # that there ever were
     workers: list[WorkerStatus] = []
     servers: list[ServerStatus] = []
     lags: dict[int, int] = {}  # of all servers: block updates by lag
@@ -77,3 +80,11 @@ class RunStatus(msgspec.Struct, kw_only=True):
     slowest: str = ""  # the worker with the longest compute per step over the whole run, if by 5 % or more
     serving: str = ""  # the predictor's address, http://host:port, while it answers
     lost_reports: int = 0
+
+    def summary(self) -> dict[str, object]:
+        """The run in a few numbers, for end.json and the run database; the speed is from the first step to the last."""
+        speed = self.samples / self.trained_s if self.trained_s > 0 else 0.0
+        first = {"samples": self.samples, "seconds": self.seconds, "samples_per_s": speed}
+        steps = {"steps": self.step, "from_step": self.first_step}
+        same = ("bytes_per_step", "hidden", "slowest", "checkpoints", "skipped", "rounds", "values")
+        return {**first, **steps, **{name: getattr(self, name) for name in same}, "workers": self.num_workers}

@@ -77,7 +77,7 @@ class RunDatabase:
         if self._connection is None:
             return
         status = status or run_state.status(run_state.updated_at)
-        self.put("summary", run_state.summary(status.seconds))
+        self.put("summary", status.summary())
         version = self._version + 1
         facts = {**self._facts, "now": msgspec.json.encode(status).decode(), "version": str(version)}
         self._facts = {}

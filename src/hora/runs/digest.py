@@ -25,7 +25,7 @@ _STATES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunDigest:
-    """`summary` is RunState.summary(), empty if unknown; `problem` says why the run database cannot be read. `status`
+    """`summary` is RunStatus.summary(), empty if unknown; `problem` says why the run database cannot be read. `status`
     is the newest status, for a run without end.json."""
 
     name: str

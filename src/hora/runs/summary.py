@@ -19,8 +19,8 @@ MAX_RUNS_SEARCHED = 1000
 
 
 def summary_lines(summary: Mapping[str, Any], *, single: float | None) -> list[str]:
-    """One to three lines for RunState.summary(); none for a run that did not train. `single` is the speed of one worker
-    alone, in samples per second, if known."""
+    """One to three lines for RunStatus.summary(); none for a run that did not train. `single` is the speed of one
+    worker alone, in samples per second, if known."""
     steps, samples, seconds = (number_at(summary, key) for key in ("steps", "samples", "seconds"))
     if not steps and not samples:
         return []
