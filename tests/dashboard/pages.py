@@ -15,7 +15,7 @@ from typing import Any
 from hora.dashboard.app import make_app
 from hora.dashboard.catalogue import RunCatalogue
 from hora.http.listening import listen
-from hora.http.server import HttpServer
+from hora.http.server import run_app
 
 PATIENCE_S = 20.0
 
@@ -108,11 +108,12 @@ def shown(home: pathlib.Path, send_bytes: int = 0, port: int = 0, **others: str)
     listener = listen("127.0.0.1", port)
     if send_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
-    server = HttpServer(make_app(RunCatalogue(str(home), others), allowed_hosts=["Trainer.Example"]), listener=listener)
-    thread = threading.Thread(target=server.run, args=(over.is_set,))
+    app = make_app(RunCatalogue(str(home), others), allowed_hosts=["Trainer.Example"])
+    port = listener.getsockname()[1]
+    thread = threading.Thread(target=run_app, args=(app, listener, over.is_set))
     thread.start()
     try:
-        yield Page(server.address[1], home)
+        yield Page(port, home)
     finally:
         over.set()
         thread.join(PATIENCE_S)

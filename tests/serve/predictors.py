@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hora.http.server import HttpServer
+from hora.http.listening import listen
+from hora.http.server import run_app
 from hora.serve.app import make_app
 from hora.serve.batcher import Batcher
 from hora.serve.signature import Signature, signature_of
@@ -79,12 +80,13 @@ def answering(model: nn.Module | list[nn.Module], source: Any = None, **options:
 def served(batcher: Batcher, name: str = "net", host: str = "127.0.0.1", **options: Any) -> Iterator[int]:
     """The port under which `batcher` is served."""
     options.setdefault("allowed_hosts", [])
-    server = HttpServer(make_app(batcher, name=name, **options), host, 0)
+    app, listener = make_app(batcher, name=name, **options), listen(host, 0)
+    port = listener.getsockname()[1]
     done = threading.Event()
-    thread = threading.Thread(target=server.run, args=(done.is_set,))
+    thread = threading.Thread(target=run_app, args=(app, listener, done.is_set))
     thread.start()
     try:
-        yield server.address[1]
+        yield port
     finally:
         done.set()
         thread.join(PATIENCE_S)

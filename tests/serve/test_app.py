@@ -21,7 +21,8 @@ from predictors import PATIENCE_S, Recorder, Steps, answering, ask, served, thre
 from hora.http import guard
 from hora.http import server as http_module
 from hora.http.guard import RequestGuard
-from hora.http.server import HttpServer
+from hora.http.listening import listen
+from hora.http.server import run_app
 from hora.serve import app as app_module
 from hora.serve.batcher import Batcher
 from hora.serve.snapshot_buffer import ParameterVersion
@@ -493,27 +494,26 @@ def test_a_tunnel_or_a_proxy_may_have_another_port(place: Place, origin: str, ho
 
 
 def test_an_address_in_use_is_told_with_a_remedy() -> None:
-    async def app(*_: Any) -> None: ...
-
-    first = HttpServer(app, "127.0.0.1", 0)
-    port = first.address[1]
+    first = listen("127.0.0.1", 0)
+    port = first.getsockname()[1]
     with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}: address already in use; .*port 0"):
-        HttpServer(app, "127.0.0.1", port)
+        listen("127.0.0.1", port)
     first.close()
-    HttpServer(app, "127.0.0.1", port).close()
+    listen("127.0.0.1", port).close()
     for host, wrong in (("127.0.0.1", 65536), ("127.0.0.1", -1), ("no.such.host.invalid", 0), ("203.0.113.9", 0)):
         with pytest.raises(ValueError, match="cannot listen on"):
-            HttpServer(app, host, wrong)
+            listen(host, wrong)
 
 
 def test_clients_that_come_before_the_server_runs_are_served() -> None:
     with answering(Recorder()) as batcher:
-        server = HttpServer(app_module.make_app(batcher, name="net", allowed_hosts=[]), "127.0.0.1", 0)
+        app, listener = app_module.make_app(batcher, name="net", allowed_hosts=[]), listen("127.0.0.1", 0)
+        address = listener.getsockname()
         done = threading.Event()
         early: list[int] = []
-        client = threading.Thread(target=lambda: early.append(ask(server.address[1], "GET", "/v2/health/live")[0]))
+        client = threading.Thread(target=lambda: early.append(ask(address[1], "GET", "/v2/health/live")[0]))
         client.start()
-        thread = threading.Thread(target=server.run, args=(done.is_set,))
+        thread = threading.Thread(target=run_app, args=(app, listener, done.is_set))
         thread.start()
         client.join(PATIENCE_S)
         done.set()
@@ -532,16 +532,17 @@ def test_it_serves_over_ipv6() -> None:
 def test_a_request_under_way_at_the_end_is_finished_and_idle_clients_do_not_hold_it_up() -> None:
     model = Recorder()
     with answering(model) as batcher:
-        server = HttpServer(app_module.make_app(batcher, name="net", allowed_hosts=[]), "127.0.0.1", 0)
+        app, listener = app_module.make_app(batcher, name="net", allowed_hosts=[]), listen("127.0.0.1", 0)
+        address = listener.getsockname()
         done = threading.Event()
-        thread = threading.Thread(target=server.run, args=(done.is_set,))
+        thread = threading.Thread(target=run_app, args=(app, listener, done.is_set))
         thread.start()
-        with socket.create_connection(server.address, PATIENCE_S) as idle:
+        with socket.create_connection(address, PATIENCE_S) as idle:
             idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert idle.recv(65536).startswith(b"HTTP/1.1 200")
             model.gate.clear()
             status: list[int] = []
-            client = threading.Thread(target=lambda: status.append(ask(server.address[1], "POST", "/predict", ROWS)[0]))
+            client = threading.Thread(target=lambda: status.append(ask(address[1], "POST", "/predict", ROWS)[0]))
             client.start()
             assert model.entered.wait(PATIENCE_S)
             done.set()
@@ -570,11 +571,12 @@ def test_an_until_that_raises_ends_the_server_and_is_seen() -> None:
         raise LookupError("over")
 
     with answering(Recorder()) as batcher:
-        server = HttpServer(app_module.make_app(batcher, name="net", allowed_hosts=[]), "127.0.0.1", 0)
+        app, listener = app_module.make_app(batcher, name="net", allowed_hosts=[]), listen("127.0.0.1", 0)
+        address = listener.getsockname()
         with pytest.raises(LookupError, match="over"):
-            server.run(until)
+            run_app(app, listener, until)
         with pytest.raises(OSError):
-            socket.create_connection(server.address, 1)
+            socket.create_connection(address, 1)
 
 
 def test_nothing_is_said_and_signals_stay_as_they_were(
@@ -590,6 +592,6 @@ def test_nothing_is_said_and_signals_stay_as_they_were(
         return next(rounds) == 4
 
     with answering(Recorder()) as batcher:
-        HttpServer(app_module.make_app(batcher, name="net", allowed_hosts=[]), "127.0.0.1", 0).run(until)
+        run_app(app_module.make_app(batcher, name="net", allowed_hosts=[]), listen("127.0.0.1", 0), until)
     assert seen == [before] * 5
     assert capfd.readouterr() == ("", "") and caplog.records == []

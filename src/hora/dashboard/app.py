@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..http.errors import HttpError, error_response
 from ..http.guard import LARGE_BYTES, RequestGuard, own_names
-from ..http.server import HttpServer, catch_signals
+from ..http.server import catch_signals, run_app
 from . import predict, prometheus
 from .catalogue import RunCatalogue, RunNotFound, listing
 from .feed import Feeds
@@ -63,14 +63,13 @@ def serve(
     thread only. Closes the listener."""
     hosts = [*own_names(listener.getsockname()[0]), *host_names]
     app = make_app(RunCatalogue(home, others), allowed_hosts=hosts)
-    server = HttpServer(app, listener=listener)
     with catch_signals() as caught:
 
         def is_over() -> bool:
             app.state.feeds.is_closing = bool(caught) or until()
             return bool(app.state.feeds.is_closing)
 
-        server.run(is_over)
+        run_app(app, listener, is_over)
 
 
 def make_app(catalogue: RunCatalogue, *, allowed_hosts: Collection[str] = ()) -> Starlette:

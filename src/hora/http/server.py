@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .listening import MAX_CONNECTIONS, listen
+from .listening import MAX_CONNECTIONS
 
 HEAD_S = 10.0  # deadline for a request's head, from its first byte; for the first request, from the connection
 TAKE_S = 10.0  # deadline for the client to take a response that no longer fits into the buffers
@@ -22,33 +22,22 @@ KEEP_ALIVE_S = 30
 SHUTDOWN_S = 2  # for open requests at the end
 
 
-class HttpServer:
-    """Listens from construction on; `run` serves the connections that are waiting by then. `address` is the bound host
-    and port. A `listener` that is passed in is used instead, and closed at the end."""
+def run_app(app: ASGIApp, listener: socket.socket, until: Callable[[], bool]) -> None:
+    """Serve until `until()`, polled ten times a second, is true; open requests then get SHUTDOWN_S to finish.
 
-    def __init__(self, app: ASGIApp, host: str = "", port: int = 0, *, listener: socket.socket | None = None) -> None:
-        self._app = app
-        self._socket = listener or listen(host, port)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
-
-    def run(self, until: Callable[[], bool]) -> None:
-        """Serve until `until()`, polled ten times a second, is true; open requests then get SHUTDOWN_S to finish."""
-        config = uvicorn.Config(
-            self._app, http=_Connection, ws="none", lifespan="off", log_config=None, log_level="error",
-            access_log=False, server_header=False, proxy_headers=False, limit_concurrency=MAX_CONNECTIONS,
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=SHUTDOWN_S,
-        )  # fmt: skip
-        loop = asyncio.new_event_loop()  # not asyncio.run, which installs a handler for SIGINT
-        with contextlib.closing(self), contextlib.closing(loop):
-            try:
-                loop.run_until_complete(_Uvicorn(config, until).serve(sockets=[self._socket]))
-            finally:
-                loop.run_until_complete(_cancel_tasks())
-                loop.run_until_complete(loop.shutdown_asyncgens())
-
-    def close(self) -> None:
-        """Close the socket of a server that will not run."""
-        self._socket.close()
+    Connections that wait on `listener` already are served too. Closes it."""
+    config = uvicorn.Config(
+        app, http=_Connection, ws="none", lifespan="off", log_config=None, log_level="error", access_log=False,
+        server_header=False, proxy_headers=False, limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )  # fmt: skip
+    loop = asyncio.new_event_loop()  # not asyncio.run, which installs a handler for SIGINT
+    with contextlib.closing(listener), contextlib.closing(loop):
+        try:
+            loop.run_until_complete(_Uvicorn(config, until).serve(sockets=[listener]))
+        finally:
+            loop.run_until_complete(_cancel_tasks())
+            loop.run_until_complete(loop.shutdown_asyncgens())
 
 
 @contextlib.contextmanager

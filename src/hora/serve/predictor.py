@@ -15,8 +15,9 @@ from .. import checkpoint
 from ..coordinator import CoordinatorConnection, CoordinatorEvent
 from ..errors import HoraError, Timeout
 from ..http.guard import own_names
+from ..http.listening import listen
 from ..http.serve_config import ServeConfig
-from ..http.server import HttpServer, catch_signals
+from ..http.server import catch_signals, run_app
 from ..net.fd_passing import FdPassing
 from ..parameters.registry import ParameterRegistry
 from ..rendezvous.context import RunContext
@@ -109,12 +110,12 @@ def _serve_http(
     )  # fmt: skip
     try:
         app = make_app(batcher, name=config.name, allowed_hosts=[*own_names(config.host), *config.hosts])
-        server = HttpServer(app, config.host, config.port)
+        listener = listen(config.host, config.port)
         with catch_signals() as caught:
-            url = dataclasses.replace(config, port=server.address[1]).url
+            url = dataclasses.replace(config, port=listener.getsockname()[1]).url
             log.warning("serving %r on %s (POST /predict, Open Inference Protocol under /v2)", config.name, url)
             announce(url)
-            server.run(lambda: bool(caught) or is_over())
+            run_app(app, listener, lambda: bool(caught) or is_over())
     finally:
         batcher.close()
         source.close()
