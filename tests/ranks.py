@@ -10,10 +10,12 @@ from typing import Any
 from hora.collectives import Group
 from hora.coordinator import InProcessCoordinator, Member
 from hora.errors import HoraError
+from hora.rendezvous.context import RunContext
 from hora.transport import InProcessHub
 from hora.world import World
 
 TOKEN = b"t" * 32
+_OF_CONTEXT = {"bind", "rate_bytes_per_s"}
 
 
 class Run:
@@ -26,7 +28,9 @@ class Run:
         self.results: list[Any] = [None] * size
         self.errors: list[BaseException | None] = [None] * size
         self._hub = InProcessHub() if transport == "memory" else None
-        self._options = dict(options, transport=transport, timeout_s=timeout_s)
+        self._identity: dict[str, Any] = {key: options.pop(key) for key in _OF_CONTEXT & options.keys()}
+        self._timeout_s = timeout_s
+        self._options = dict(options, transport=transport)
 
     def start(self, work: Callable[[Group], Any]) -> Run:
         self._threads = [
@@ -49,7 +53,8 @@ class Run:
         try:
             line = self.hub.connect()
             reply = line.join(Member("worker", rank, "test", os.getpid()))
-            world = World(line, reply.members, rank, reply.generation, TOKEN, hub=self._hub, **self._options)
+            context = RunContext(control=line, token=TOKEN, rank=rank, timeout_s=self._timeout_s, **self._identity)
+            world = World(context, reply.members, reply.generation, hub=self._hub, **self._options)
             self.worlds[rank] = world
             self.results[rank] = work(world.group)
         except BaseException as error:

@@ -19,11 +19,12 @@ import torch
 
 from .collectives.deadlock import DeadlockDetector
 from .collectives.group import Group
-from .coordinator import CoordinatorConnection, CoordinatorEvent, InProcessCoordinator, Member
+from .coordinator import CoordinatorEvent, InProcessCoordinator, Member
 from .errors import HoraError, OutOfMemory, PeerLost
 from .net.fd_passing import FdPassing
 from .net.fork import forget_after_fork
 from .net.interface import kernel
+from .rendezvous.context import RunContext
 from .transport import GroupSpec, InProcessHub, InProcessTransport, Transport, futex
 from .transport.engine import open_engine
 from .transport.process_group import TorchGroup
@@ -49,46 +50,36 @@ class HostAddress(msgspec.Struct):
 class World:
     """Collective: every rank of the run makes one with the same arguments.
 
-    `control` has joined already; `members` are in order of rank. `hub` connects ranks that are threads of one process;
-    a world of one rank makes its own. With `rate_bytes_per_s` each rank sends no faster than that, to all others
-    together, over TCP even on one host. `hosts` has a host number for each rank, for tests of several hosts; without it
-    the ranks find out.
+    `context.control` has joined already; `members` are the workers in order of rank. `hub` connects ranks that are
+    threads of one process; a world of one rank makes its own. With `context.rate_bytes_per_s` each rank sends no faster
+    than that, to all others together, over TCP even on one host. `hosts` has a host number for each rank, for tests of
+    several hosts; without it the ranks find out.
     """
 
     def __init__(
         self,
-        control: CoordinatorConnection,
+        context: RunContext,
         members: tuple[Member, ...],
-        rank: int,
         generation: int,
-        token: bytes,
         *,
-        bind: str = "127.0.0.1",
-        rate_bytes_per_s: float | None = None,
-        timeout_s: float = 1800.0,
         transport: str = "auto",
         algorithm: str = "auto",
         backend: str = "auto",
         deterministic: bool = False,
-        under_mpirun: bool = False,
         hub: InProcessHub | None = None,
         hosts: Sequence[int] | None = None,
     ) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"unknown transport {transport!r}; there are: {', '.join(TRANSPORTS)}")
-        self.control = control
+        self.context = context
+        self.control = control = context.control
         self.members = members
-        self.rank = rank
+        self.rank = rank = context.rank
         self.size = len(members)
         self.generation = generation
-        self.token = token
-        self.bind = bind
-        self.rate_bytes_per_s = rate_bytes_per_s
-        self.timeout_s = timeout_s
         self.algorithm = algorithm
         self.backend = backend
         self.deterministic = deterministic
-        self.under_mpirun = under_mpirun
         self.stop_reason: str | None = None
         self._hub = hub or (InProcessHub() if self.size == 1 and transport == "auto" else None)
         self._groups: list[Group] = []
@@ -109,7 +100,7 @@ class World:
         if self._hub is None:
             self._exchange_addresses()
         self.hosts = tuple(hosts) if hosts is not None else self._find_hosts()
-        spec = GroupSpec(rank=rank, members=members, generation=generation, group=0, timeout_s=timeout_s)
+        spec = GroupSpec(rank=rank, members=members, generation=generation, group=0, timeout_s=context.timeout_s)
         self.group = self._make_group(spec, transport)
         if self._addresses:
             threading.Thread(target=self._watch_processes, name="hora-watch", daemon=True).start()
@@ -164,16 +155,16 @@ class World:
         """Collective among the members of `spec`: a transport of that kind; 'auto' means TCP here."""
         if self._hub is not None and kind in ("auto", "memory"):
             return InProcessTransport(spec, self._hub)
-        if self.rate_bytes_per_s is not None and kind not in ("auto", "tcp"):
+        if self.context.rate_bytes_per_s is not None and kind not in ("auto", "tcp"):
             raise ValueError(f"a rate limit needs the tcp transport; {kind} does not support it")
         if kind == "memory":
             raise ValueError("the memory transport connects threads of one process, not processes")
         if kind.startswith("engine"):
             wanted = kind.partition(":")[2] or "auto"
             backend = self.backend if wanted == "auto" else wanted
-            if backend == "mpi" and not self.under_mpirun:  # MPI would abort the process without a message
+            if backend == "mpi" and self.context.launcher != "mpirun":  # MPI would abort the process without a message
                 raise ValueError("the engine 'mpi' needs ranks that mpirun started: mpirun -n N python script.py")
-            return open_engine(spec, self.control, backend, self.bind, self._check)
+            return open_engine(spec, self.control, backend, self.context.bind, self._check)
         if kind == "shm":
             if self._fd_passing is None:
                 raise ValueError("shared memory between ranks needs Linux on x86-64; use the tcp transport")
@@ -189,7 +180,9 @@ class World:
             spec = self.group.transport.spec
             all_gather = functools.partial(self._all_gather, spec)
             attempt, self._torch_attempts = self._torch_attempts, self._torch_attempts + 1
-            self._torch = TorchGroup(spec, self.control, self.bind, backend, device, all_gather, self._check, attempt)
+            self._torch = TorchGroup(
+                spec, self.control, self.context.bind, backend, device, all_gather, self._check, attempt
+            )
         elif backend not in (None, self._torch.backend):
             raise ValueError(f"job.process_group({backend!r}): it was opened as {self._torch.backend or 'default'!r}")
         return self._torch
@@ -208,7 +201,7 @@ class World:
                 check()
 
         try:
-            return self.control.get(key, self.timeout_s, check_ranks)
+            return self.control.get(key, self.context.timeout_s, check_ranks)
         except PeerLost:
             value = self.control.get_nowait(key)  # it may have been put before its rank left
             if value is None:
@@ -219,7 +212,7 @@ class World:
         """Collective: for each rank the first rank that can pass it a descriptor."""
         if self._hub is not None:
             return (0,) * self.size
-        if self.rate_bytes_per_s is not None:  # shared memory has no rate limit
+        if self.context.rate_bytes_per_s is not None:  # shared memory has no rate limit
             return tuple(range(self.size))
         names = [a.net_namespace if a.fd_socket else f"rank {rank}" for rank, a in enumerate(self._addresses)]
         first = names.index(names[self.rank])
@@ -239,7 +232,7 @@ class World:
         """Collective: the HostAddress of every rank."""
         if futex.AVAILABLE:
             with contextlib.suppress(OSError):
-                self._fd_passing = FdPassing(self.token, self.timeout_s)
+                self._fd_passing = FdPassing(self.context.token, self.context.timeout_s)
         mine = HostAddress(self._fd_passing.address if self._fd_passing else "", kernel("pid"), kernel("net"))
         key = f"g{self.generation}/place"
         self.control.put(f"{key}/{self.rank}", msgspec.msgpack.encode(mine))
@@ -248,8 +241,8 @@ class World:
 
     def _listen(self) -> TcpListener:
         if self._listener is None:
-            limiter = RateLimiter(self.rate_bytes_per_s) if self.rate_bytes_per_s is not None else None
-            self._listener = TcpListener(self.token, self.bind, limiter)
+            limiter = RateLimiter(self.context.rate_bytes_per_s) if self.context.rate_bytes_per_s is not None else None
+            self._listener = TcpListener(self.context.token, self.context.bind, limiter)
             host, port = self._listener.address
             self.control.put(f"g{self.generation}/tcp/{self.rank}", f"{host} {port}".encode())
         return self._listener
@@ -369,4 +362,4 @@ def single_process_world(member: Member, timeout_s: float) -> World:
     control = InProcessCoordinator(1).connect()
     me = Member("worker", 0, member.host, member.pid)
     control.join(me)
-    return World(control, (me,), 0, 1, b"", timeout_s=timeout_s)
+    return World(RunContext(control=control, token=b"", timeout_s=timeout_s), (me,), 1)

@@ -22,6 +22,7 @@ from hora.coordinator.messages import Join, decode_answer
 from hora.errors import HoraError, Timeout, Unauthorized
 from hora.net.framing import MAX_FRAME_BYTES, FrameReader, frame
 from hora.net.handshake import connect
+from hora.rendezvous.context import RunContext
 from hora.world import World
 
 TOKEN = b"s" * 32
@@ -382,7 +383,8 @@ def test_no_tensor_bytes_pass_through_the_coordinator(
         try:
             client = CoordinatorClient(service.address, TOKEN, 10.0)
             answer = client.join(Member("worker", number, "test", os.getpid()), timeout_s=10.0)
-            world = World(client, answer.members, number, answer.generation, TOKEN, transport=transport, timeout_s=20.0)
+            context = RunContext(control=client, token=TOKEN, rank=number, timeout_s=20.0)
+            world = World(context, answer.members, answer.generation, transport=transport)
             try:
                 work(world.group)
             finally:

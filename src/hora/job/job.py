@@ -272,7 +272,7 @@ class Job:
         left = [member.rank for member in self._context.control.members() if member.role == "worker"]
         if self.rank != min(left, default=self.rank):
             return ""
-        own = single_process_world(self._context.member, self._world.timeout_s)
+        own = single_process_world(self._context.member, self._context.timeout_s)
         try:
             return checkpointing.save(self.training, own.group, directory, self.strategy.spell(), keep)
         finally:

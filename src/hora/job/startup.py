@@ -66,19 +66,13 @@ def init(
         world = single_process_world(context.member, limit)
     else:
         world = World(
-            context.control,
+            context,
             tuple(m for m in reply.members if m.role == "worker"),
-            context.rank,
             reply.generation,
-            context.token,
-            bind=context.bind,
-            rate_bytes_per_s=context.rate_bytes_per_s,
-            timeout_s=limit,
             transport=transport,
             algorithm=chosen.algorithm,
             backend=chosen.backend,
             deterministic=chosen.deterministic,
-            under_mpirun=context.launcher == "mpirun",
         )
     is_first = context.role == "worker" and context.rank == 0
     if is_first:
