@@ -33,37 +33,35 @@ def lines(workers: int) -> list[str]:
     late, late_sync = (race(uneven, Rules(mode=mode), slow + 7) for mode in ("async", "sync"))
     bounded = race(uneven, Rules(mode="ssp", staleness=STALENESS), 2 * slow + 1)
     unbounded = race(uneven, Rules(mode="async"), bounded[-1].time)
-    meeting = race(uneven, Rules(mode="async", sync_every=SYNC_EVERY), 2 * slow + 2)
-    most = (workers - 1) * (2 * STALENESS + 1)
-    return [
-        *title(f"asynchronous training: the race of {workers} workers for one server"), "",
-        *wrap(_IDEA.format(start=number(START), rate=RATE)), "",
-        *_picture(workers), "",
-        *wrap(_LEGEND if workers <= _EASY_WORKERS else _SHORT_LEGEND), "",
-        *_part("A. Synchronous: the server waits for all workers", _SYNC), *table(sync), "",
-        *wrap(f"After {ticks} ticks: {_outcome(sync)}. Every gradient was computed on the version it updated."), "",
-        *_part("B. Asynchronous: the server waits for no worker", _ASYNC), *table(asynchronous), "",
-        *wrap(f"After {ticks} ticks: {_outcome(asynchronous)}: as many gradients as in A, more updates, and "
-              f"{_nearer(asynchronous, sync)}. All workers are equally fast, and still every gradient but each "
-              f"worker's first comes {_late_by(workers - 1)}: so many others push in between."), "",
-        *_part("C. A slow worker", _SLOW.format(slow=workers - 1, ticks=slow)), *table(late), "",
-        *_setback(late, workers - 1), "",
-        *wrap(f"Synchronous, these workers would have computed {_count(late_sync)} in these {late[-1].time} ticks "
-              f"instead of {_count(late)}, and w would be {number(late_sync[-1].w)} instead of {number(late[-1].w)}."),
-        "",
-        *_part(f"D. Bounded staleness: ps:mode=ssp,staleness={STALENESS}", _SSP.format(s=STALENESS)),
-        *table(bounded), "",
-        *wrap(f"The largest lag was {_largest_lag(bounded)}; without the bound it would have been "
-              f"{_largest_lag(unbounded)} in as many ticks. However slow the slowest is, it is at most (n − 1)(2s + 1) "
-              f"= {most}. The price is the time that fast workers wait."), "",
-        *_part(f"E. Periodic synchronisation: ps:mode=async,sync_every={SYNC_EVERY}", _EVERY.format(k=SYNC_EVERY)),
-        *table(meeting), "",
-        *wrap("After a synchronisation all workers have one version, and no gradient from before it is left: no lag "
-              "reaches across."), "",
-        *_part("F. Momentum makes it worse", _MOMENTUM), *_momentum(even), "",
-        *_part("G. Corrections", _CORRECT), *_corrections(uneven), "",
-        *heading("Summary"), "", *facts(_summary(workers, late_sync, late)),
+    periodic = race(uneven, Rules(mode="async", sync_every=SYNC_EVERY), 2 * slow + 2)
+    parts = [
+        ("A. Synchronous: the server waits for all workers", _SYNC, table(sync),
+         f"After {ticks} ticks: {_outcome(sync)}. Every gradient was computed on the version it updated."),
+        ("B. Asynchronous: the server waits for no worker", _ASYNC, table(asynchronous),
+         f"After {ticks} ticks: {_outcome(asynchronous)}: as many gradients as in A, more updates, and "
+         f"{_nearer(asynchronous, sync)}. All workers are equally fast, and still every gradient but each worker's "
+         f"first comes {_late_by(workers - 1)}: so many others push in between."),
+        ("C. A slow worker", _SLOW.format(slow=workers - 1, ticks=slow), table(late),
+         f"{_setback(late, workers - 1)} Synchronous, these workers would have computed {_count(late_sync)} in these "
+         f"{late[-1].time} ticks instead of {_count(late)}, and w would be {number(late_sync[-1].w)} instead of "
+         f"{number(late[-1].w)}."),
+        (f"D. Bounded staleness: ps:mode=ssp,staleness={STALENESS}", _SSP.format(s=STALENESS), table(bounded),
+         f"The largest lag was {_largest_lag(bounded)}; without the bound it would have been {_largest_lag(unbounded)} "
+         "in as many ticks. However slow the slowest is, it is at most (n − 1)(2s + 1) = "
+         f"{(workers - 1) * (2 * STALENESS + 1)}. The price is the time that fast workers wait."),
+        (f"E. Periodic synchronisation: ps:mode=async,sync_every={SYNC_EVERY}", _EVERY.format(k=SYNC_EVERY),
+         table(periodic),
+         "After a synchronisation all workers have one version, and no gradient from before it is left: no lag reaches "
+         "across."),
+        ("F. Momentum makes it worse", _MOMENTUM, _momentum(even), ""),
+        ("G. Corrections", _CORRECT, _corrections(uneven), ""),
     ]  # fmt: skip
+    lines = [*title(f"asynchronous training: the race of {workers} workers for one server"), ""]
+    lines += [*wrap(_IDEA.format(start=number(START), rate=RATE)), "", *_picture(workers), ""]
+    lines += [*wrap(_LEGEND if workers <= _EASY_WORKERS else _SHORT_LEGEND), ""]
+    for head, text, rows, comment in parts:
+        lines += [rule(head), "", *wrap(text), "", *rows, "", *wrap(comment), *([""] if comment else [])]
+    return [*lines, *heading("Summary"), "", *facts(_summary(workers, late_sync, late))]
 
 
 def even_paces(workers: int) -> list[WorkerPace]:
@@ -75,10 +73,6 @@ def uneven_paces(workers: int) -> list[WorkerPace]:
     """The last one is slow: the others together push four times before its first gradient."""
     fast = [WorkerPace(ticks=2 * (workers - 1), start=2 * rank) for rank in range(workers - 1)]
     return [*fast, WorkerPace(ticks=2 * (workers - 1) + 7)]
-
-
-def _part(head: str, text: str) -> list[str]:
-    return [rule(head), "", *wrap(text), ""]
 
 
 def table(events: Events) -> list[str]:
@@ -150,13 +144,13 @@ def _nearer(these: Events, those: Events) -> str:
     return f"{word} the minimum at the end"
 
 
-def _setback(events: Events, slow: int) -> list[str]:
+def _setback(events: Events, slow: int) -> str:
     """What the slow worker's first gradient did."""
     before, event = next((a, b) for a, b in itertools.pairwise(events) if slow in b.pushes)
     push = event.pushes[slow]
     back = next((e.version for e in events if e.time > event.time and abs(e.w) <= abs(before.w)), None)
     until = f"it takes until v{back}" if back is not None else "it takes longer than is drawn here"
-    return wrap(
+    return (
         f"At tick {event.time} the slow gradient arrives: {number(push.gradient)}, correct when w was "
         f"{number(push.gradient)}, {_late_by(push.lag)}. A fresh one would have been {number(before.w)}. It moves w "
         f"from {number(before.w)} to {number(event.w)}, and {until} before w is as near to the minimum again."
