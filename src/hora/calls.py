@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from .collectives.group import Group
 from .job import current
@@ -16,7 +16,7 @@ def _on(group: Group | None) -> Group:
 
 
 def all_reduce(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     op: str = "sum",
     algorithm: str = "auto",
     group: Group | None = None,
@@ -27,13 +27,13 @@ def all_reduce(
 
 
 def broadcast(
-    tensor: torch.Tensor, root: int = 0, group: Group | None = None, name: str | None = None, wait: bool = True
+    tensor: Tensor, root: int = 0, group: Group | None = None, name: str | None = None, wait: bool = True
 ) -> Any:
     return _on(group).broadcast(tensor, root, name, wait)
 
 
 def reduce(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     root: int = 0,
     op: str = "sum",
     group: Group | None = None,
@@ -43,24 +43,24 @@ def reduce(
     return _on(group).reduce(tensor, root, op, name, wait)
 
 
-def all_gather(tensor: torch.Tensor, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
+def all_gather(tensor: Tensor, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
     return _on(group).all_gather(tensor, name, wait)
 
 
 def reduce_scatter(
-    tensor: torch.Tensor, op: str = "sum", group: Group | None = None, name: str | None = None, wait: bool = True
+    tensor: Tensor, op: str = "sum", group: Group | None = None, name: str | None = None, wait: bool = True
 ) -> Any:
     return _on(group).reduce_scatter(tensor, op, name, wait)
 
 
 def gather(
-    tensor: torch.Tensor, root: int = 0, group: Group | None = None, name: str | None = None, wait: bool = True
+    tensor: Tensor, root: int = 0, group: Group | None = None, name: str | None = None, wait: bool = True
 ) -> Any:
     return _on(group).gather(tensor, root, name, wait)
 
 
 def scatter(
-    parts: Sequence[torch.Tensor] | None,
+    parts: Sequence[Tensor] | None,
     root: int = 0,
     group: Group | None = None,
     name: str | None = None,
@@ -70,7 +70,7 @@ def scatter(
 
 
 def all_to_all(
-    parts: torch.Tensor | Sequence[torch.Tensor],
+    parts: Tensor | Sequence[Tensor],
     splits: Sequence[int] | None = None,
     group: Group | None = None,
     name: str | None = None,
@@ -83,13 +83,11 @@ def barrier(group: Group | None = None, name: str | None = None, wait: bool = Tr
     return _on(group).barrier(name, wait)
 
 
-def send(tensor: torch.Tensor, to: int, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
+def send(tensor: Tensor, to: int, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
     return _on(group).send(tensor, to, name, wait)
 
 
-def recv(
-    tensor: torch.Tensor, source: int, group: Group | None = None, name: str | None = None, wait: bool = True
-) -> Any:
+def recv(tensor: Tensor, source: int, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
     return _on(group).recv(tensor, source, name, wait)
 
 

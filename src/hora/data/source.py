@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import itertools
 import operator
 import traceback
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from .leased import LeaseClient, Leased, LeasedBlock
+from .leased import LeaseClient, Leased
 from .ledger import BatchSlice, Dealt, Ledger, Streamed, mix, num_batches, order
 
 if TYPE_CHECKING:
@@ -72,11 +73,14 @@ class SampleSource(abc.ABC):
 
         Collective if a sampler draws the order now. Reading ends with the last reference to the result."""
 
-    @abc.abstractmethod
     def lease(
         self, client: LeaseClient, callbacks: LoaderCallbacks, epoch: int, loop: int, before: Before, stopped: Stopped
     ) -> EpochReader:
         """Starts to read an epoch whose blocks are leased; those in `before` are done. ValueError if not supported."""
+        raise ValueError(
+            f"workers that do not step together cannot read a stream ({type(self.dataset).__name__}) in blocks: give a "
+            "dataset with __len__ and __getitem__, or run with a synchronous strategy (ps:mode=sync)"
+        )
 
     def num_batches(self) -> int:
         return num_batches(self.num_samples(), self.cut.global_batch, self.cut.drop_last)
@@ -138,7 +142,13 @@ class Indexed(SampleSource):
             before=before,
             stopped=stopped,
         )
-        self._batch_sampler.indices = _EpochOrders(self.cut)
+        cut = self.cut
+
+        @functools.lru_cache(maxsize=2)  # the current epoch, and now and then an earlier one
+        def epoch_order(epoch: int, num_samples: int) -> torch.Tensor:
+            return order(num_samples, cut.shuffle, cut.seed, epoch)
+
+        self._batch_sampler.indices = lambda block: epoch_order(block.epoch, block.num_samples)
         self._loader.generator = self._generator(epoch, callbacks.rank)
         if not self._loader.num_workers:
             slices, self._batch_sampler.slices = itertools.tee(iter(ledger.take, None))
@@ -165,30 +175,13 @@ class _SliceSampler:
     """The batch sampler of torch's DataLoader: this worker's sample indices in each slice. Prefetching runs ahead."""
 
     slices: Iterator[BatchSlice] = iter(())
-    indices: Callable[[BatchSlice], torch.Tensor]  # the order of the slice's epoch
+    indices: Callable[[Any], torch.Tensor]  # the order of the slice's epoch
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch_slice in self.slices:
             if batch_slice.mine:
                 first = batch_slice.start + batch_slice.offset
                 yield self.indices(batch_slice)[first : first + batch_slice.mine].tolist()
-
-
-class _EpochOrders:
-    """The orders of the epochs of leased blocks: the current one, and now and then an earlier one."""
-
-    def __init__(self, cut: EpochOrder) -> None:
-        self._cut = cut
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
-
-    def __call__(self, batch_slice: BatchSlice) -> torch.Tensor:
-        assert isinstance(batch_slice, LeasedBlock)
-        key = (batch_slice.epoch, batch_slice.num_samples)
-        if key not in self._kept:
-            if len(self._kept) > 1:
-                del self._kept[min(self._kept)]
-            self._kept[key] = order(batch_slice.num_samples, self._cut.shuffle, self._cut.seed, batch_slice.epoch)
-        return self._kept[key]
 
 
 class Stream(SampleSource):
@@ -218,14 +211,6 @@ class Stream(SampleSource):
         totals = _keep(_batches(self._slicing(rank, size, epoch)), kept)
         ledger = Streamed(totals, self.cut.global_batch, rank=rank, size=size, begin=begin)
         return EpochReader(ledger, iter(ledger.take, None), kept.pop, None)
-
-    def lease(
-        self, client: LeaseClient, callbacks: LoaderCallbacks, epoch: int, loop: int, before: Before, stopped: Stopped
-    ) -> EpochReader:
-        raise ValueError(
-            f"workers that do not step together cannot read a stream ({type(self.dataset).__name__}) in blocks: give a "
-            "dataset with __len__ and __getitem__, or run with a synchronous strategy (ps:mode=sync)"
-        )
 
     def _slicing(self, rank: int, size: int, epoch: int) -> DataLoader[Any]:
         mine = _CollateSlice(rank, size, self._options.get("collate_fn") or default_collate)
