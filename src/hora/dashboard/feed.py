@@ -56,25 +56,19 @@ class Subscriber:
         self.is_new = True
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_WAITING)
 
-    def put(self, message: bytes | None) -> bool:
-        """Queue a message; None ends the stream. False if the queue is full."""
-        try:
-            self._queue.put_nowait(message)
-        except asyncio.QueueFull:
-            return False
-        return True
-
-    def drop(self) -> None:
-        """End the stream now and discard what is queued."""
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self._queue.put_nowait(None)
+    def put(self, message: bytes | None) -> None:
+        """Queue a message; None ends the stream. A full queue is discarded, and the stream ends."""
+        if self._queue.full():
+            message = None
+            while not self._queue.empty():
+                self._queue.get_nowait()
+        self._queue.put_nowait(message)
 
     async def events(self) -> AsyncIterator[bytes]:
         while True:
             try:
                 message = await asyncio.wait_for(self._queue.get(), KEEP_ALIVE_S)
-            except (TimeoutError, asyncio.TimeoutError):
+            except asyncio.TimeoutError:
                 message = b": still here\n\n"
             if message is None:
                 return
@@ -114,22 +108,17 @@ class Feed:
                     subscriber.is_new = False
                 ended, whole, change = await loop.run_in_executor(thread, _read, view, bool(new))
                 for subscriber in [subscriber for subscriber in self.subscribers if not subscriber.is_new]:
-                    self._send(subscriber, whole if subscriber in new else change, ended)
+                    for message in (whole if subscriber in new else change, _event("end", b"{}") if ended else None):
+                        if message is not None:
+                            subscriber.put(message)
                 over = over or ended
                 await asyncio.sleep(0 if over else EVERY_S)
         except RunNotFound:
             pass
         finally:
             for subscriber in self.subscribers:
-                if not subscriber.put(None):
-                    subscriber.drop()
+                subscriber.put(None)
             thread.shutdown(wait=False)
-
-    def _send(self, subscriber: Subscriber, message: bytes | None, ended: bool) -> None:
-        messages = [message] * (message is not None) + [_event("end", b"{}")] * ended
-        if not all(subscriber.put(each) for each in messages):
-            subscriber.drop()
-            self.subscribers.discard(subscriber)
 
 
 def _read(view: RunView, with_snapshot: bool) -> tuple[bool, bytes | None, bytes | None]:

@@ -23,17 +23,17 @@ MAX_WAITING = 32
 
 def state(run: RunRecord) -> bytes:
     """{"serving": its address or "", "ready", "step", "inputs", "problem"}."""
-    told: dict[str, Any] = {"serving": "", "ready": False, "step": None, "name": None, "inputs": [], "problem": ""}
+    state: dict[str, Any] = {"serving": "", "ready": False, "step": None, "name": None, "inputs": [], "problem": ""}
     try:
-        told["serving"] = address = _address(run)
+        state["serving"] = address = _address(run)
         if address:
             index = json.loads(_request(address, "GET", "/", None, STATE_S)[1])
-            told |= {key: index.get(key) for key in ("ready", "step", "name")}
-            model = json.loads(_request(address, "GET", f"/v2/models/{quote(str(told['name']))}", None, STATE_S)[1])
-            told["inputs"] = model.get("inputs", [])
+            state |= {key: index.get(key) for key in ("ready", "step", "name")}
+            model = json.loads(_request(address, "GET", f"/v2/models/{quote(str(state['name']))}", None, STATE_S)[1])
+            state["inputs"] = model.get("inputs", [])
     except (HttpError, ValueError, AttributeError) as error:
-        told["problem"] = str(error)
-    return encode(told)
+        state["problem"] = str(error)
+    return encode(state)
 
 
 def predict(run: RunRecord, body: bytes) -> tuple[int, bytes]:

@@ -41,25 +41,25 @@ class RunView:
         """All that is known now. With `restart`, `change` continues from here."""
         self._refresh_record()
         self._reopen()
-        told: dict[str, Any] = {"curves": {}, "events": [], "histograms": {}, "version": 0}
+        data: dict[str, Any] = {"curves": {}, "events": [], "histograms": {}, "version": 0}
         if self._reader is not None:
             try:
-                told["version"], told["curves"] = self._reader.curves()
-                told["events"] = self._reader.events()
-                told["histograms"] = self._reader.histograms()
-                told["now"] = self._status(self._reader)
-                told["summary"] = self._reader.get("summary")
+                data["version"], data["curves"] = self._reader.curves()
+                data["events"] = self._reader.events()
+                data["histograms"] = self._reader.histograms()
+                data["now"] = self._status(self._reader)
+                data["summary"] = self._reader.get("summary")
             except ValueError as error:
                 self._problem = str(error)
-        facts = self._facts(told)
+        facts = self._facts(data)
         if restart:
             self.is_new = False
-            self._version, self._event = told["version"], told["events"][-1].number if told["events"] else 0
+            self._version, self._event = data["version"], data["events"][-1].number if data["events"] else 0
             self._sent = facts
         try:
-            return encode({**told, **facts})
+            return encode({**data, **facts})
         except (TypeError, ValueError, OverflowError, RecursionError) as error:  # the database holds no valid text
-            empty = {"curves": {}, "events": [], "histograms": {}, "version": told["version"]}
+            empty = {"curves": {}, "events": [], "histograms": {}, "version": data["version"]}
             problem = self._problem or f"the run database cannot be shown: {error}"
             return encode({**empty, **facts, "problem": problem})
 
@@ -71,31 +71,31 @@ class RunView:
             self._refresh_record()
         if self._reopen():
             return self.snapshot(restart=True), True
-        told: dict[str, Any] = {}
+        data: dict[str, Any] = {}
         if self._reader is not None:
             with contextlib.suppress(ValueError):
-                told = self._news(self._reader)
-        facts = self._facts(told)
-        told |= {key: value for key, value in facts.items() if self._sent.get(key) != value}
+                data = self._changes(self._reader)
+        facts = self._facts(data)
+        data |= {key: value for key, value in facts.items() if self._sent.get(key) != value}
         self._sent = facts
-        return (encode(told), False) if told else None
+        return (encode(data), False) if data else None
 
-    def _news(self, reader: RunReader) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+    def _changes(self, reader: RunReader) -> dict[str, Any]:
+        data: dict[str, Any] = {}
         if reader.version() != self._version:
-            told["version"], told["curves"] = reader.curves(after=self._version)
-            told["now"] = self._status(reader)
-            told["events"] = reader.events(after=self._event)
-            self._version = told["version"]
-            self._event = told["events"][-1].number if told["events"] else self._event
+            data["version"], data["curves"] = reader.curves(after=self._version)
+            data["now"] = self._status(reader)
+            data["events"] = reader.events(after=self._event)
+            self._version = data["version"]
+            self._event = data["events"][-1].number if data["events"] else self._event
         if self._num_polls % (2 * POLLS) == 1 or self.is_over:
             histograms = encode(reader.histograms())
             if histograms != self._histograms:
                 self._histograms = histograms
-                told["histograms"] = msgspec.Raw(histograms)
+                data["histograms"] = msgspec.Raw(histograms)
         if self.is_over:
-            told["summary"] = reader.get("summary")
-        return told
+            data["summary"] = reader.get("summary")
+        return data
 
     def _status(self, reader: RunReader) -> RunStatus:
         status = reader.status()
@@ -124,9 +124,9 @@ class RunView:
             self._problem = str(error)
         return before not in (None, current)
 
-    def _facts(self, told: dict[str, Any]) -> dict[str, Any]:
+    def _facts(self, data: dict[str, Any]) -> dict[str, Any]:
         run = dataclasses.replace(self._run, end=self._run.end or self._end, live=not self.is_over)
-        self._state = state_of(run, told["now"].state if "now" in told else self._state)
+        self._state = state_of(run, data["now"].state if "now" in data else self._state)
         config = run.config
         if not config and self._reader is not None:
             with contextlib.suppress(ValueError):

@@ -203,7 +203,7 @@ class RunState:
             step = report.step if self._synchronous else None
             for change in self._stragglers.on_report(rank, report.computes, self._members.live_ranks, now, step):
                 name = self._members.workers[change.rank].name
-                self.on_event("slow" if change.slow else "even", name, change.words(name), now)
+                self.on_event("slow" if change.slow else "even", name, change.describe(name), now)
 
     def _note_training(self, worker: WorkerStats, report: WorkerReport, now: float) -> None:
         """When training began and was last seen; and at which step of the run a new worker starts."""

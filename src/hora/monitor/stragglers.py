@@ -37,7 +37,7 @@ class StragglerChange:
     own_s: float
     others_s: float
 
-    def words(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         what = "is slow" if self.slow else "keeps up again"
         return f"{name} {what}: {_format_s(self.own_s)} of compute per step, the others {_format_s(self.others_s)}"
 
