@@ -340,7 +340,7 @@ def test_rounds_send_what_the_formula_says_and_tell_it(wire: str, strategy: str)
         ("ring:wire=powersgd,rank=0", "rank takes a whole number of at least 1, not 0"),
         ("ring:wire=int8,update=sharded", "use update=replicated"),
         ("engine:wire=int8", "has no effect on the engine's own all-reduce"),
-        ("local:wire=int8,via=ps", "wire=int8 is for drifts between workers"),
+        ("local:wire=int8,via=ps", "wire=int8 compresses what workers send to each other"),
         ("local:wire=int8,algorithm=ring", "algorithm cannot be chosen with wire=int8"),
         ("local:wire=powersgd", "there are: fp32, fp16, bf16, int8, topk"),
     ],

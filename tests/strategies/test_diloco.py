@@ -319,7 +319,7 @@ def test_a_run_of_two_loops_equals_the_reference_that_closes_its_round_between()
         ("diloco:overlap=32", "overlap takes a number of steps from 0 to below 32"),
         ("diloco:overlap=-1", "overlap takes"),
         ("diloco:every=8,fragments=4,overlap=2", "below 2"),
-        ("diloco:overlap=1,state=average", "state=average needs a round that ends where it begins"),
+        ("diloco:overlap=1,state=average", "state=average needs exchanges during which no step is taken"),
         ("diloco:overlap=1,state=reset", "state=reset needs"),
         ("diloco:wire=int4", "wire='int4' is unknown; there are: fp32, fp16, bf16, int8, topk"),
         ("diloco:wire=int8,algorithm=ring", "algorithm cannot be chosen with wire=int8"),

@@ -387,7 +387,7 @@ def test_without_a_barrier_a_refused_step_is_one_workers_own_affair(fused: bool)
             scaler.scale(loss * float("inf") if step in (1, 2) and group.rank == 1 else loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        seen = one.sync._full
+        seen = one.sync._largest_batch
         one.sync.join(LoopEvent.FINISHED)
         return one.sync.rounds, seen
 

@@ -147,8 +147,7 @@ def test_samples_of_accumulated_backward_passes_add_up() -> None:
 
 def test_the_other_optimizers_count_only_where_the_first_has_not_stepped() -> None:
     one = made(interval=9)
-    one.step_samples = 4.0
-    one.count_other_step()
+    one.count_other_step(4.0)
     assert one.samples == [4.0]
     stepped(one, 3.0)
     assert one.samples == [3.0]

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: every worker trains alone, and now and then, in a round, they agree."""
+"""The strategies `local` (Local SGD) and `diloco`: workers train alone, and average their parameters in rounds."""
 
 from __future__ import annotations
 
@@ -29,18 +29,25 @@ ALGORITHMS = ("auto", "ring", "tree", "halving", "star", "shared", "engine")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundStrategy(Strategy):
-    """What both have in common.
+    """Options of both.
 
-    `every`: after so many steps a round; 4/8@100/16@1000 is a schedule: 4, from step 100 on 8, from step 1000 on 16.
-    `warmup`: so many steps with the mean gradient of all workers come first. `pace`: steps (every worker takes `every`
-    steps in a round) or time (each does what it can in the time in which all together take as many; samples are then
-    lent). `state`: what a round does to the optimizers' state: keep (each worker its own), average, or reset.
-    `algorithm`: by which collective the mean is taken. `wire`: as what drifts travel between hosts: fp32 (as they are),
-    fp16, bf16, int8, or topk: the share `topk` that is largest, 0.01 if nothing is said. What that takes away is added
-    to the next drift. Inside a host they travel as they are.
+    `every`: local steps in a round; 4/8@100/16@1000 is a schedule: 4, from step 100 on 8, from step 1000 on 16.
+    `warmup`: steps with the mean gradient of all workers before the first round. `pace`: steps (every worker takes
+    `every` steps in a round) or time (workers take as many as they can in the same time, `every` on average; samples
+    are then leased). `state`: what a round does to the optimizers' state: keep (each worker its own), average, or
+    reset. `algorithm`: of the all-reduce. `wire`: how pseudo-gradients are sent between hosts: fp32, fp16, bf16, int8,
+    or topk: the largest `topk` of them (default 0.01). What compression loses is added to the next pseudo-gradient.
     """
 
     unit: ClassVar[str] = "round"
+    topology = "rounds"
+
+    # Options that only one of the two has:
+    via = "workers"  # which take the mean: the workers, or servers (ps)
+    outer_lr = 1.0  # of the outer step with the mean pseudo-gradient; 1 makes the anchors the mean of the workers
+    outer_momentum = 0.0
+    fragments = 1  # in which a round exchanges the model
+    overlap = 0  # steps that are taken during an exchange
 
     every: str | int = 8
     warmup: int = 0
@@ -61,43 +68,15 @@ class RoundStrategy(Strategy):
         self._one_of("algorithm", ALGORITHMS)
         check(self.wire, self.topk)
         if self.wire != "fp32" and self.algorithm != "auto":
-            raise ValueError(f"algorithm cannot be chosen with wire={self.wire}, which travels by exchanges of its own")
+            raise ValueError(f"algorithm cannot be chosen with wire={self.wire}, which has an all-reduce of its own")
 
     def _one_of(self, option: str, known: Sequence[str]) -> None:
         if getattr(self, option) not in known:
             raise ValueError(f"{option}={getattr(self, option)!r} is unknown; there are: {', '.join(known)}")
 
     @property
-    def topology(self) -> str:
-        return "rounds"
-
-    @property
-    def via(self) -> str:
-        """Who takes the mean: the workers, or servers (ps)."""
-        return "workers"
-
-    @property
-    def outer_lr(self) -> float:
-        """Of the step from the anchor along the mean pseudo-gradient; 1 makes the anchor the workers' mean."""
-        return 1.0
-
-    @property
-    def outer_momentum(self) -> float:
-        return 0.0
-
-    @property
-    def fragments(self) -> int:
-        """In how many parts a round averages the model."""
-        return 1
-
-    @property
-    def overlap(self) -> int:
-        """How many steps are taken while a fragment is averaged."""
-        return 0
-
-    @property
     def averages_differences(self) -> bool:
-        """Whether workers average how far they came from the anchor, rather than their parameters."""
+        """Whether workers average pseudo-gradients rather than parameters."""
         return self.wire != "fp32"
 
     @property
@@ -105,12 +84,17 @@ class RoundStrategy(Strategy):
         return self.pace == "time"
 
     def interval(self, step: int) -> int:
-        """How many steps the round takes that begins after this one."""
+        """Local steps of the round that begins after `step`."""
         return [interval for begin, interval in stages(self.every) if begin <= step][-1]
+
+    def sync(self, registry: ParameterRegistry, hooks: TrainingHooks) -> Sync:
+        from .local_sgd import LocalSync
+
+        return LocalSync(registry, hooks, self)
 
 
 def stages(every: str | int) -> list[tuple[int, int]]:
-    """The schedule as (from this step on, so many steps); ValueError if it is none."""
+    """The schedule `every` as (first step, interval) pairs. ValueError if it is not one."""
     found = []
     for number, part in enumerate(str(every).split("/")):
         match = re.fullmatch(r"(\d+)" + (r"@(\d+)" if number else ""), part.strip())
@@ -120,17 +104,17 @@ def stages(every: str | int) -> list[tuple[int, int]]:
             )
         found.append((int(match[2]) if number else 0, int(match[1])))
     if [begin for begin, _ in found] != sorted({begin for begin, _ in found}):
-        raise ValueError(f"every={every}: a schedule's later stages begin at later steps")
+        raise ValueError(f"every={every}: later stages of a schedule must begin at later steps")
     return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalSGD(RoundStrategy):
-    """In a round the parameters are averaged, each worker's weighted by the samples that it saw.
+    """A round averages the parameters, weighted by the samples of each worker.
 
-    `via`: workers (by a collective) or ps (the servers keep and average the model). `barrier=false`, with via=ps: each
-    worker reports after its own `every` steps, is averaged in by its share of the samples, takes the result and goes
-    on: nobody waits for anybody. `block_bytes`: with via=ps, the largest piece of a parameter that travels on its own.
+    `via`: workers (all-reduce) or ps (servers keep and average the model). `barrier=false`, with via=ps: a worker
+    pushes after its own `every` steps, weighted by its share of the samples, and goes on from the result without
+    waiting for others. `block_bytes`: with via=ps, the largest piece of a parameter that is sent on its own.
     """
 
     name: ClassVar[str] = "local"
@@ -145,18 +129,18 @@ class LocalSGD(RoundStrategy):
         self._one_of("via", CARRIERS)
         if self.via == "workers":
             if not self.barrier:
-                raise ValueError("barrier=false has an effect only with via=ps: a collective needs every worker")
+                raise ValueError("barrier=false has an effect only with via=ps: an all-reduce needs every worker")
             if self.block_bytes != BLOCK_BYTES:
                 raise ValueError("block_bytes has an effect only with via=ps")
             return
         if self.wire != "fp32":
-            raise ValueError(f"wire={self.wire} is for drifts between workers, and with via=ps servers take them")
+            raise ValueError(f"wire={self.wire} compresses what workers send to each other: leave wire or via=ps out")
         if self.algorithm != "auto":
-            raise ValueError("algorithm cannot be chosen with via=ps: the servers take the mean")
+            raise ValueError("algorithm cannot be chosen with via=ps: the servers compute the mean")
         if not self.barrier:
             for option, idle in (("warmup", 0), ("pace", "steps"), ("state", "keep")):
                 if getattr(self, option) != idle:
-                    raise ValueError(f"{option} needs rounds in which all workers meet: leave barrier=false out")
+                    raise ValueError(f"{option} needs rounds in which all workers take part: leave barrier=false out")
         self.servers()
 
     @property
@@ -176,7 +160,7 @@ class LocalSGD(RoundStrategy):
         return self.pace == "time" or not self.barrier
 
     def servers(self) -> PS:
-        """How the servers work, as a parameter server would: a worker's drift is the gradient of a step of rate 1."""
+        """The servers' side: a pseudo-gradient is the gradient of a step of rate 1."""
         return PS(mode="sync" if self.barrier else "async", block_bytes=self.block_bytes)
 
     def rules(self) -> Rules:
@@ -185,25 +169,23 @@ class LocalSGD(RoundStrategy):
     def served(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         import torch
 
-        those = {id(p): p for each in optimizers for group in each.param_groups for p in group["params"]}
-        return [torch.optim.SGD(list(those.values()), lr=1.0)]
+        parameters = {id(p): p for each in optimizers for group in each.param_groups for p in group["params"]}
+        return [torch.optim.SGD(list(parameters.values()), lr=1.0)]
 
     def sync(self, registry: ParameterRegistry, hooks: TrainingHooks) -> Sync:
-        if not self.barrier:
-            from .async_local_sgd import AsyncLocalSync
+        if self.barrier:
+            return super().sync(registry, hooks)
+        from .async_local_sgd import AsyncLocalSync
 
-            return AsyncLocalSync(registry, hooks, self)
-        from .local_sgd import LocalSync
-
-        return LocalSync(registry, hooks, self)
+        return AsyncLocalSync(registry, hooks, self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiLoCo(RoundStrategy):
-    """In a round the workers' mean drift from the last common point is the gradient of an outer Nesterov step from it.
+    """A round averages the workers' pseudo-gradients (anchor minus parameters), and takes an outer Nesterov step.
 
-    `outer_lr`, `outer_momentum`: that step's. `fragments=k`: a k-th of the model every `every`/k steps instead of all
-    at once. `overlap`: so many steps are computed while a drift travels.
+    `outer_lr`, `outer_momentum`: of that step. `fragments=k`: a k-th of the model every `every`/k steps instead of all
+    of it at once. `overlap`: local steps that are taken during an exchange.
     """
 
     name: ClassVar[str] = "diloco"
@@ -229,13 +211,8 @@ class DiLoCo(RoundStrategy):
                 f"fragment to the next, not {self.overlap}"
             )
         if self.overlap and self.state != "keep":
-            raise ValueError(f"state={self.state} needs a round that ends where it begins: leave overlap out")
+            raise ValueError(f"state={self.state} needs exchanges during which no step is taken: leave overlap out")
 
     @property
     def averages_differences(self) -> bool:
         return True
-
-    def sync(self, registry: ParameterRegistry, hooks: TrainingHooks) -> Sync:
-        from .local_sgd import LocalSync
-
-        return LocalSync(registry, hooks, self)

@@ -34,7 +34,7 @@ from ..common.sync import LoopEvent, Snapshot, StepOutcome, SyncReport, ended_in
 from .averager import Averager, OuterAverager
 from .counted_all_reduce import CountedAllReduce, summarize
 from .exchange import ENDED, Exchange, Exchanger, RoundStatus
-from .round import Phase, Round, adapt_interval
+from .round import CountsRounds, Phase, Round, adapt_interval
 
 if TYPE_CHECKING:
     from .config import LocalSGD, RoundStrategy
@@ -45,7 +45,7 @@ STEPS = "steps"  # in a checkpoint: steps as rounds count them, including those 
 NO_LOOP = 1 << 40  # the loop of a worker that has left all of them
 
 
-class LocalSync(LocalGradients):
+class LocalSync(CountsRounds, LocalGradients):  # type: ignore[misc, override]
     lockstep = False
 
     def __init__(self, registry: ParameterRegistry, hooks: TrainingHooks, strategy: RoundStrategy) -> None:
@@ -65,18 +65,6 @@ class LocalSync(LocalGradients):
         self._break_undecided = False  # others broke out in such a batch: whether this worker goes on is asked later
         self._first_step = 0  # steps that a checkpoint had
         self._mean_steps = 0.0  # steps at the last exchange, mean over the workers
-
-    @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return self._round.num_completed
-
-    @property
-    def local_steps(self) -> int:  # type: ignore[override]
-        return self._round.local_steps
-
-    @property
-    def warming_up(self) -> bool:  # type: ignore[override]
-        return self._round.warming_up
 
     @property
     def _group(self) -> Group:
@@ -179,7 +167,7 @@ class LocalSync(LocalGradients):
         if optimizer is self.registry.optimizers[0]:
             self._count_step()
         elif not (self.warming_up and self._step_shared):
-            self._round.count_other_step()
+            self._round.count_other_step(self._round.step_samples)
         if self._round.phase is Phase.DUE and len(self._stepped) == len(self.registry.optimizers):
             self._begin_due()
 

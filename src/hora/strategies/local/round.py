@@ -43,7 +43,7 @@ class Round:
         self.pending_samples = 0.0  # of backward passes since the last step
         self.step_samples = 0.0  # what those were at an optimizer's step; for the steps of the other optimizers
         self._samples = [0.0] * self.num_fragments  # since each fragment was exchanged
-        self._other_samples = [0.0] * self.num_fragments  # of the other optimizers, if the first has not stepped
+        self.other_samples = [0.0] * self.num_fragments  # of the other optimizers, if the first has not stepped
         self._begin()
 
     def _begin(self) -> None:
@@ -53,7 +53,7 @@ class Round:
     @property
     def samples(self) -> list[float]:
         """What this worker has trained on since each fragment was exchanged."""
-        return [first or other for first, other in zip(self._samples, self._other_samples, strict=True)]
+        return [first or other for first, other in zip(self._samples, self.other_samples, strict=True)]
 
     def add_samples(self, samples: float, fresh: bool) -> None:
         """After a backward pass. `fresh`: earlier samples have had their step, or their gradients were cleared."""
@@ -77,9 +77,9 @@ class Round:
         self._samples = [0.0 if shared else seen + self.pending_samples for seen in self._samples]
         self.pending_samples = 0.0
 
-    def count_other_step(self) -> None:
+    def count_other_step(self, samples: float) -> None:
         """Another optimizer has stepped."""
-        self._other_samples = [self.step_samples] * self.num_fragments
+        self.other_samples = [samples] * self.num_fragments
 
     def check_due(self, shared: bool = False) -> None:
         """After a step of the first optimizer."""
@@ -123,7 +123,7 @@ class Round:
     def count_exchange(self, fragments: Sequence[int]) -> None:
         """Later samples belong to the next exchange of these fragments. After the last fragment a round begins."""
         for fragment in fragments:
-            self._samples[fragment] = self._other_samples[fragment] = 0.0
+            self._samples[fragment] = self.other_samples[fragment] = 0.0
             self.fragment = (fragment + 1) % self.num_fragments
         if fragments and not self.fragment:
             self._begin()
@@ -132,6 +132,24 @@ class Round:
         """This worker has left `loop`. `everywhere`: so have all others, and none has entered a later one."""
         self.phase = Phase.CLOSED if everywhere else Phase.LOCAL_STEPS
         self.closed_loop = loop
+
+
+class CountsRounds:
+    """Shows a Round as Sync's attributes."""
+
+    _round: Round
+
+    @property
+    def rounds(self) -> int:
+        return self._round.num_completed
+
+    @property
+    def local_steps(self) -> int:
+        return self._round.local_steps
+
+    @property
+    def warming_up(self) -> bool:
+        return self._round.warming_up
 
 
 def adapt_interval(rank: int, every: int, step_s: Sequence[float], fewest: int) -> int:
