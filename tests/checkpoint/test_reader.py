@@ -37,7 +37,7 @@ def flip(path: pathlib.Path) -> None:
 
 
 def vouch(path: pathlib.Path, name: str, data: bytes) -> None:
-    """Writes a file and puts its true size and hash into the manifest, as somebody hostile would."""
+    """Writes a file and puts its true size and hash into the manifest, as an attacker would."""
     (path / name).write_bytes(data)
     edit(path, lambda manifest: manifest["files"].update({name: facts_of(data)}))
 

@@ -95,7 +95,7 @@ def test_health_and_server_metadata(place: Place) -> None:
 
 
 def test_model_metadata_tells_the_signature_and_the_newest_step(place: Place) -> None:
-    place.source.version = ParameterVersion(step=9)  # nobody has asked since: still the newest is told
+    place.source.version = ParameterVersion(step=9)  # no request since then: the newest is reported still
     assert place.get("/v2/models/net") == (
         200,
         {
@@ -437,12 +437,12 @@ def test_the_address_that_was_reached_is_allowed() -> None:
 def test_an_answer_that_nobody_reads_counts_and_its_connection_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "TAKE_S", 0.5)
     large = 16 << 20
-    doors: list[RequestGuard] = []
+    guards: list[RequestGuard] = []
     made = RequestGuard.__init__
 
     def noted(self: RequestGuard, *args: Any, **options: Any) -> None:
         made(self, *args, **options)
-        doors.append(self)
+        guards.append(self)
 
     monkeypatch.setattr(RequestGuard, "__init__", noted)
     with answering(Recorder(), predict=lambda model, x: ["x" * large]) as batcher, served(batcher) as port:
@@ -452,12 +452,12 @@ def test_an_answer_that_nobody_reads_counts_and_its_connection_is_cut(monkeypatc
             body = b"[[1, 1, 1, 1]]"
             line.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             deadline = time.monotonic() + PATIENCE_S
-            while not any(guard._held_bytes > large for guard in doors) and time.monotonic() < deadline:
+            while not any(guard._held_bytes > large for guard in guards) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert any(guard._held_bytes > large for guard in doors)
-            while any(guard._held_bytes for guard in doors) and time.monotonic() < deadline:
+            assert any(guard._held_bytes > large for guard in guards)
+            while any(guard._held_bytes for guard in guards) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert not any(guard._held_bytes for guard in doors)
+            assert not any(guard._held_bytes for guard in guards)
         assert len(ask(port, "POST", "/predict", body)[1]["outputs"][0]) == large, "who reads gets it all"
 
 

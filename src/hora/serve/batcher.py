@@ -164,34 +164,38 @@ class Batcher:
                 if self._closing:
                     return False
                 self._changed.wait()
-            self._batch = batch = [first := self._queue.popleft()]
-            rows = first.rows
-            deadline = time.monotonic() + (self._max_wait_s if rows and not self._queue else 0.0)
-            while True:
-                while (
-                    self._queue and self._queue[0].kind == first.kind and rows + self._queue[0].rows <= self._max_batch
-                ):
-                    batch.append(self._queue.popleft())
-                    rows += batch[-1].rows
-                left_s = deadline - time.monotonic()
-                full = self._queue or rows >= self._max_batch or len(batch) >= self._last_batch_size
-                if full or self._closing or left_s <= 0:
-                    break
-                self._changed.wait(left_s)
-            if rows:
-                self._last_batch_size = len(batch)
+            while self._queue and not self._queue[0].rows:
+                self._batch.append(self._queue.popleft())
+            if self._queue:
+                self._fill_batch(self._queue.popleft())
             return True
+
+    def _fill_batch(self, first: _Request) -> None:
+        queue, batch, rows = self._queue, [first], first.rows
+        deadline = time.monotonic() + (0.0 if queue else self._max_wait_s)
+        while True:
+            while queue and queue[0].kind == first.kind and rows + queue[0].rows <= self._max_batch:
+                batch.append(queue.popleft())
+                rows += batch[-1].rows
+            left_s = deadline - time.monotonic()
+            full = queue or rows >= self._max_batch or len(batch) >= self._last_batch_size
+            if full or self._closing or left_s <= 0:
+                break
+            self._changed.wait(left_s)
+        self._batch += batch
+        self._last_batch_size = len(batch)
 
     def _answer(self) -> None:
         self.version = version = self._source.refresh()
-        batch = [request for request in self._batch if self._is_wanted(request)]
-        if not self._batch[0].rows:
-            for request in batch:
+        batch = []
+        for request in filter(self._is_wanted, self._batch):
+            if not request.rows:
                 _resolve(request.future, version)
-        elif version is None:
-            for request in batch:
+            elif version is None:
                 _fail(request.future, NotReady())
-        elif len(batch) < 2 or not self._predict_batch(batch, version):
+            else:
+                batch.append(request)
+        if version is not None and (len(batch) < 2 or not self._predict_batch(batch, version)):
             for request in batch:
                 self._predict_batch([request], version)
 
