@@ -63,6 +63,14 @@ def test_a_live_run_is_told_whole(page: Page, story: FakeRun) -> None:
     assert [one["step"] for one in told["histograms"]["grad/fc1"]] == [20, 40]
 
 
+def test_a_run_tells_how_its_strategy_describes_itself(page: Page, home: pathlib.Path) -> None:
+    run = FakeRun(home, "two", strategy="ps:mode=async", servers=1)
+    told = page.get("/api/runs/two")["strategy"]
+    assert (told["topology"], told["unit"], told["synchronous"]) == ("ps", "step", False)
+    assert told["options"]["mode"] == "async"
+    run.end()
+
+
 @pytest.mark.parametrize(("code", "state"), [(0, "ended"), (3, "failed"), (130, "stopped")])
 def test_an_ended_run_is_told_by_the_same_words(page: Page, story: FakeRun, code: int, state: str) -> None:
     live = page.get("/api/runs/one")

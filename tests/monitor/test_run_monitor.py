@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from reports import keeping, row, server, work, worker
 
 from hora.launch import monitor as module
 from hora.launch.monitor import MAX_WAITING, RunMonitor
 from hora.monitor.messages import HistogramReport, encode
 from hora.runs.database import APPLICATION, RunDatabase
 from hora.runs.reader import RunReader
+from reports import row, server, server_report, worker, worker_report
 
 
 class Said:
@@ -60,8 +60,8 @@ def test_what_is_heard_is_shown_and_kept(watch: Callable[..., RunMonitor], tmp_p
     assert watcher.status().state == "starting" and watcher.directory == str(tmp_path)
     for step in range(1, 11):
         for rank in (0, 1):
-            watcher.on_report(worker(rank), encode(work(step, rows=[row(step, loss=float(step))])))
-    watcher.on_report(server(0), encode(keeping()))
+            watcher.on_report(worker(rank), encode(worker_report(step, rows=[row(step, loss=float(step))])))
+    watcher.on_report(server(0), encode(server_report()))
     watcher.on_event("joined", "rank 2 (host b, pid 9)", "")
     watcher.update(algorithm="shared", serving="http://127.0.0.1:8000")
     until(lambda: watcher.status().step == 10)
@@ -89,9 +89,9 @@ def test_everything_that_was_told_before_close_is_kept(
 ) -> None:
     watcher = watch()
     for step in range(1, 1001):
-        watcher.on_report(worker(0), encode(work(step)))
+        watcher.on_report(worker(0), encode(worker_report(step)))
     assert watcher.close({})["samples"] == 8000
-    watcher.on_report(worker(0), encode(work(1001)))
+    watcher.on_report(worker(0), encode(worker_report(1001)))
     assert watcher.close({})["samples"] == 8000
     assert RunReader(str(tmp_path / "memory.sqlite")).status().samples == 8000
 
@@ -99,8 +99,8 @@ def test_everything_that_was_told_before_close_is_kept(
 def test_a_straggler_is_said(watch: Callable[..., RunMonitor], said: Said) -> None:
     watcher = watch()
     for step in range(1, 11):
-        watcher.on_report(worker(0), encode(work(step, computes=[0.1])))
-        watcher.on_report(worker(1), encode(work(step, computes=[0.4])))
+        watcher.on_report(worker(0), encode(worker_report(step, computes=[0.1])))
+        watcher.on_report(worker(1), encode(worker_report(step, computes=[0.4])))
     until(lambda: bool(said.words))
     assert said.words == ["rank 1 (host a, pid 101) is slow: 400 ms of compute per step, the others 100 ms"]
 
@@ -114,8 +114,8 @@ def test_what_is_said_and_warned_while_it_closes_is_told_before_it_has(
     monkeypatch.setattr(module, "EVERY_S", 60.0)  # so that nothing is looked at before the end
     watcher = watch()
     for step in range(1, 11):
-        watcher.on_report(worker(0), encode(work(step, computes=[0.1], rows=[row(step, loss=1.0)])))
-        watcher.on_report(worker(1), encode(work(step, computes=[0.4])))
+        watcher.on_report(worker(0), encode(worker_report(step, computes=[0.1], rows=[row(step, loss=1.0)])))
+        watcher.on_report(worker(1), encode(worker_report(step, computes=[0.4])))
     assert said.words == said.warnings == []
     with monkeypatch.context() as patched:
         patched.setattr("hora.monitor.json_lines.os.write", full)
@@ -128,9 +128,9 @@ def test_reports_that_cannot_be_read_are_counted_and_nothing_breaks(
     watch: Callable[..., RunMonitor], said: Said
 ) -> None:
     watcher = watch()
-    body = encode(work(1))
+    body = encode(worker_report(1))
     bad = [b"", b"\xc1", body[:-3], b"\x93\x01\x02\x03", encode({"type": "work"}), os.urandom(500), b"\x81" * 3000]
-    bad += [body.replace(b"work", b"wurk"), encode({"type": "work", "step": "x"}), encode(work(-1))]
+    bad += [body.replace(b"work", b"wurk"), encode({"type": "work", "step": "x"}), encode(worker_report(-1))]
     for each in bad:
         watcher.on_report(worker(0), each)
     watcher.on_report(worker(-3), body)
@@ -153,10 +153,10 @@ def test_a_full_queue_drops_and_counts(
 
     monkeypatch.setattr(RunDatabase, "write", slow)
     watcher = watch()
-    watcher.on_report(worker(0), encode(work(1)))
+    watcher.on_report(worker(0), encode(worker_report(1)))
     assert held.wait(20)
     for step in range(MAX_WAITING + 100):
-        watcher.on_report(worker(0), encode(work(step + 2)))
+        watcher.on_report(worker(0), encode(worker_report(step + 2)))
     assert watcher.num_queued == MAX_WAITING
     go.set()
     until(lambda: watcher.num_queued == 0)
@@ -190,10 +190,10 @@ def test_another_versions_memory_is_refused_before_the_run(
 def test_two_runs_after_each_other_in_one_directory(watch: Callable[..., RunMonitor], tmp_path: pathlib.Path) -> None:
     first = watch()
     for step in range(1, 6):
-        first.on_report(worker(0), encode(work(step, rows=[row(step, loss=1.0)])))
+        first.on_report(worker(0), encode(worker_report(step, rows=[row(step, loss=1.0)])))
     first.close({"code": 1})
     second = watch()
-    second.on_report(worker(0), encode(work(1, rows=[row(1, accuracy=1.0)])))
+    second.on_report(worker(0), encode(worker_report(1, rows=[row(1, accuracy=1.0)])))
     second.close({})
     reader = RunReader(str(tmp_path / "memory.sqlite"))
     assert reader.status().samples == 8 and "value/loss" not in reader.curves()[1] and reader.get("end") == {}
@@ -202,7 +202,7 @@ def test_two_runs_after_each_other_in_one_directory(watch: Callable[..., RunMoni
 
 def test_without_a_directory_the_memory_is_a_temporary_one(watch: Callable[..., RunMonitor], said: Said) -> None:
     watcher = watch(None)
-    watcher.on_report(worker(0), encode(work(1)))
+    watcher.on_report(worker(0), encode(worker_report(1)))
     reader = RunReader(os.path.join(watcher.directory, "memory.sqlite"))
     until(lambda: reader.status().step == 1)
     assert os.listdir(watcher.directory)[0].startswith("memory.sqlite")
@@ -219,7 +219,7 @@ def test_a_directory_that_cannot_be_written_costs_one_warning(
         pytest.skip("a read-only directory can only be mounted by root")
     try:
         watcher = watch()
-        watcher.on_report(worker(0), encode(work(1, rows=[row(1, loss=1.0)])))
+        watcher.on_report(worker(0), encode(worker_report(1, rows=[row(1, loss=1.0)])))
         assert watcher.directory != str(tmp_path)
         assert watcher.close({})["samples"] == 8
     finally:
@@ -243,7 +243,7 @@ def test_no_disk_at_all_costs_one_warning_and_removes_nothing(
     monkeypatch.setattr("hora.runs.database._create", full)
     monkeypatch.setattr(module.tempfile, "mkdtemp", none)
     watcher = watch()
-    watcher.on_report(worker(0), encode(work(1)))
+    watcher.on_report(worker(0), encode(worker_report(1)))
     assert watcher.close({})["samples"] == 8
     assert len(said.warnings) == 1 and os.listdir(tmp_path) == ["precious"]
 
@@ -261,10 +261,10 @@ def test_a_disk_that_fills_up_costs_one_warning(
         while not said.warnings and step < 100_000:
             rows = [row(step + k, **{f"n{n}": 1.0 for n in range(20)}) for k in range(50)]
             step += 50
-            watcher.on_report(worker(0), encode(work(step, rows=rows)))
+            watcher.on_report(worker(0), encode(worker_report(step, rows=rows)))
             time.sleep(0.002)
         for _ in range(20):
-            watcher.on_report(worker(0), encode(work(step, rows=rows)))
+            watcher.on_report(worker(0), encode(worker_report(step, rows=rows)))
         until(lambda: watcher.num_queued == 0)
         assert watcher.close({})["steps"] == step
     finally:
@@ -285,9 +285,9 @@ def test_a_disk_that_hangs_holds_nobody_up(
     monkeypatch.setattr(RunDatabase, "write", hang)
     monkeypatch.setattr(module, "CLOSE_S", 0.2)
     watcher = watch()
-    watcher.on_report(worker(0), encode(work(1)))
+    watcher.on_report(worker(0), encode(worker_report(1)))
     assert held.wait(20)
-    watcher.on_report(worker(0), encode(work(2)))
+    watcher.on_report(worker(0), encode(worker_report(2)))
     summary = watcher.close({})
     assert summary["samples"] == 8 and not go.is_set()
     assert len(said.warnings) == 1 and "does not answer" in said.warnings[0]
@@ -309,7 +309,7 @@ def test_a_mistake_of_ours_is_said_once_and_the_run_goes_on(
     monkeypatch.setattr(module.RunState, "tick", broken)
     watcher = watch()
     until(lambda: bool(said.warnings))
-    watcher.on_report(worker(0), encode(work(1)))
+    watcher.on_report(worker(0), encode(worker_report(1)))
     assert watcher.close({})["samples"] == 0
     [warning] = said.warnings
     assert "oops" in warning and "the run goes on" in warning
@@ -321,7 +321,7 @@ def test_tensorboard_files_are_written_where_they_are_wanted(
     pytest.importorskip("tensorboard.compat.proto.event_pb2")
     watcher = watch(tensorboard_dir=str(tmp_path / "run_state"))
     shown = [HistogramReport("w", 1, 1000.0, 0.0, 1.0, [1])]
-    watcher.on_report(worker(0), encode(work(1, rows=[row(1, loss=1.0)], histograms=shown)))
+    watcher.on_report(worker(0), encode(worker_report(1, rows=[row(1, loss=1.0)], histograms=shown)))
     watcher.close({})
     [name] = os.listdir(tmp_path / "run_state")
     assert os.path.getsize(tmp_path / "run_state" / name) > 100 and said.warnings == []

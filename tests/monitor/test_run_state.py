@@ -4,13 +4,13 @@ import math
 from typing import Any
 
 import pytest
-from reports import keeping, row, server, work, worker
 
 from hora.monitor.event_log import MAX_EVENTS
 from hora.monitor.members import MAX_MEMBERS
 from hora.monitor.messages import MAX_NAME_CHARS, MAX_NAMES, HistogramReport, Notice
 from hora.monitor.run_state import MAX_BREAKDOWNS, RunState
 from hora.strategies import parse
+from reports import row, server, server_report, worker, worker_report
 
 
 def run_state(strategy: str = "ring", size: int = 2) -> RunState:
@@ -25,7 +25,7 @@ def train(
     for tick in range(begin, begin + ticks):
         now = (tick + 1) * every_s
         for rank, fields in workers.items():
-            run_state.on_report(worker(rank), work(tick + 1, **fields), now)
+            run_state.on_report(worker(rank), worker_report(tick + 1, **fields), now)
         run_state.tick(now)
     return now
 
@@ -78,7 +78,9 @@ def test_in_rounds_the_wait_at_their_end_is_spread_over_their_steps() -> None:
         at_end = tick % 4 == 0
         for rank in (0, 1):
             exposed_s = (0.3 if rank == 0 else 0.1) if at_end else 0.0
-            told = work(tick, seconds=0.1 + exposed_s, exposed_s=exposed_s, rounds=tick // 4, local_steps=tick % 4)
+            told = worker_report(
+                tick, seconds=0.1 + exposed_s, exposed_s=exposed_s, rounds=tick // 4, local_steps=tick % 4
+            )
             run.on_report(worker(rank), told, tick * 0.25)
         run.tick(tick * 0.25)
     shown = run.status(10.0)
@@ -90,7 +92,7 @@ def test_in_rounds_the_wait_at_their_end_is_spread_over_their_steps() -> None:
 def test_steps_of_a_minute_have_a_rate_and_silence_lowers_it() -> None:
     run = run_state()
     for step in range(1, 4):
-        run.on_report(worker(0), work(step, seconds=60.0, samples=600), step * 60.0)
+        run.on_report(worker(0), worker_report(step, seconds=60.0, samples=600), step * 60.0)
     assert run.status(180.0).samples_per_s == pytest.approx(10)
     assert run.status(200.0).samples_per_s == pytest.approx(10)
     assert run.status(600.0).samples_per_s < 3
@@ -101,7 +103,7 @@ def test_eta_follows_the_recent_rate_of_progress() -> None:
     for tick in range(1, 401):
         slow = tick > 200
         progress = 0.4 + (tick - 200) * 0.0005 if slow else tick * 0.002
-        run.on_report(worker(0), work(tick, progress=progress), tick * 0.25)
+        run.on_report(worker(0), worker_report(tick, progress=progress), tick * 0.25)
         run.tick(tick * 0.25)
     shown = run.status(100.0)
     assert shown.progress == pytest.approx(0.5)
@@ -150,8 +152,10 @@ def test_the_summary_has_the_whole_run() -> None:
 
 def test_rows_are_placed_on_the_runs_clock_and_among_its_samples() -> None:
     run = run_state()
-    run.on_report(worker(0), work(10, steps=10, samples=100), 5.0)
-    run.on_report(worker(0), work(20, steps=10, samples=100, rows=[row(15, 0.5, loss=2.0), row(20, loss=1.0)]), 6.0)
+    run.on_report(worker(0), worker_report(10, steps=10, samples=100), 5.0)
+    run.on_report(
+        worker(0), worker_report(20, steps=10, samples=100, rows=[row(15, 0.5, loss=2.0), row(20, loss=1.0)]), 6.0
+    )
     first, last = run.curves["value/loss"].points
     assert (first.start, first.at, first.samples, first.mean) == (15, 5.5, 150, 2.0)
     assert (last.start, last.at, last.samples, last.mean) == (20, 6.0, 200, 1.0)
@@ -163,33 +167,33 @@ def test_the_samples_of_a_row_are_those_of_its_step() -> None:
     run = run_state()
     for rank in (0, 1):  # the first reports come from workers that began together, 2 times 8 samples a step
         rows = [row(step, (10 - step) * 0.001, loss=1.0) for step in range(1, 11)]
-        run.on_report(worker(rank), work(10, steps=10, seconds=3.0, samples=80, rows=rows), 3.0 + rank * 0.01)
+        run.on_report(worker(rank), worker_report(10, steps=10, seconds=3.0, samples=80, rows=rows), 3.0 + rank * 0.01)
     logged_rows = run.metrics.take_rows()
     zero, one = logged_rows[:10], logged_rows[10:]
     assert [logged.samples for logged in zero] == [16, 32, 48, 64, 80, 80, 80, 80, 80, 80]  # no more was heard of
     assert [logged.samples for logged in one] == list(range(16, 161, 16))
     rows = [row(step, loss=1.0) for step in range(11, 15)]
-    run.on_report(worker(0), work(14, steps=4, samples=32, rows=rows), 3.25)
+    run.on_report(worker(0), worker_report(14, steps=4, samples=32, rows=rows), 3.25)
     assert [logged.samples for logged in run.metrics.take_rows()] == [176, 192, 192, 192]
 
 
 def test_where_workers_go_their_own_pace_rows_share_what_came_since_the_last_report() -> None:
     run = run_state("ps:mode=async")
-    run.on_report(worker(0), work(10, steps=10, samples=80), 1.0)
-    run.on_report(worker(1), work(2, steps=2, samples=16), 1.1)
+    run.on_report(worker(0), worker_report(10, steps=10, samples=80), 1.0)
+    run.on_report(worker(1), worker_report(2, steps=2, samples=16), 1.1)
     rows = [row(step, loss=1.0) for step in (11, 15, 20)]
-    run.on_report(worker(0), work(20, steps=10, samples=80, rows=rows), 1.25)
+    run.on_report(worker(0), worker_report(20, steps=10, samples=80, rows=rows), 1.25)
     assert [logged.samples for logged in run.metrics.take_rows()] == [90, 128, 176]
-    run.on_report(worker(1), work(4, steps=2, samples=16, rows=[row(3, loss=1.0), row(4, loss=1.0)]), 1.3)
+    run.on_report(worker(1), worker_report(4, steps=2, samples=16, rows=[row(3, loss=1.0), row(4, loss=1.0)]), 1.3)
     assert [logged.samples for logged in run.metrics.take_rows()] == [144, 192]
 
 
 def test_workers_values_of_one_step_are_one_point_and_the_newest_is_their_mean() -> None:
     run = run_state()
     for step in range(1, 4):
-        run.on_report(worker(0), work(step, rows=[row(step, loss=1.0)]), float(step))
+        run.on_report(worker(0), worker_report(step, rows=[row(step, loss=1.0)]), float(step))
     for step in range(1, 4):
-        run.on_report(worker(1), work(step, rows=[row(step, loss=3.0)]), 3.0 + step)
+        run.on_report(worker(1), worker_report(step, rows=[row(step, loss=3.0)]), 3.0 + step)
     points = run.curves["value/loss"].points
     assert [(point.start, point.mean, point.low, point.high, point.count) for point in points] == [
         (step, 2.0, 1.0, 3.0, 2) for step in (1, 2, 3)
@@ -201,7 +205,7 @@ def test_workers_values_of_one_step_are_one_point_and_the_newest_is_their_mean()
 
 def test_a_value_that_is_nan_is_shown_as_such() -> None:
     run = run_state()
-    run.on_report(worker(0), work(1, rows=[row(1, loss=math.nan, inf=math.inf)]), 1.0)
+    run.on_report(worker(0), worker_report(1, rows=[row(1, loss=math.nan, inf=math.inf)]), 1.0)
     shown = run.status(1.0)
     assert math.isnan(shown.values["loss"]) and shown.values["inf"] == math.inf
     assert run.curves["value/loss"].points[0].count == 0
@@ -210,9 +214,9 @@ def test_a_value_that_is_nan_is_shown_as_such() -> None:
 def test_names_from_user_code_are_limited_in_length_and_number() -> None:
     run = run_state()
     long = "x" * 1000
-    run.on_report(worker(0), work(1, rows=[row(1, **{long: 1.0, "": 2.0, "ok": 3.0})]), 1.0)
+    run.on_report(worker(0), worker_report(1, rows=[row(1, **{long: 1.0, "": 2.0, "ok": 3.0})]), 1.0)
     for number in range(1000):
-        run.on_report(worker(0), work(2 + number, rows=[row(2 + number, **{f"n{number}": 1.0})]), 2.0)
+        run.on_report(worker(0), worker_report(2 + number, rows=[row(2 + number, **{f"n{number}": 1.0})]), 2.0)
     names = [name for name in run.curves if name.startswith("value/")]
     assert len(names) == MAX_NAMES and "value/ok" in names and "value/" not in names
     assert max(map(len, names)) == len("value/") + MAX_NAME_CHARS
@@ -224,12 +228,12 @@ def test_histograms_are_the_lowest_live_ranks_and_the_newest() -> None:
     for step in range(1, 81):
         for rank in (1, 0):
             shown = HistogramReport("w", step, 1000.0, 0.0, 1.0 + rank, [rank, 2])
-            run.on_report(worker(rank), work(step, histograms=[shown]), step * 0.1)
+            run.on_report(worker(rank), worker_report(step, histograms=[shown]), step * 0.1)
     count, kept = run.metrics.histograms()
     assert len(kept) == 50 and kept[-1].step == 80 and {each.high for each in kept} == {1.0}
     assert run.metrics.histograms(count) == (count, [])
     run.on_event("left", str(worker(0)), "", 9.0)
-    run.on_report(worker(1), work(81, histograms=[HistogramReport("w", 81, 1000.0, 0.0, 2.0, [1])]), 9.1)
+    run.on_report(worker(1), worker_report(81, histograms=[HistogramReport("w", 81, 1000.0, 0.0, 2.0, [1])]), 9.1)
     assert [each.step for each in run.metrics.histograms(count)[1]] == [81]
 
 
@@ -245,7 +249,7 @@ def test_one_who_died_is_shown_and_counts_in_no_rate() -> None:
     assert shown.workers[1].samples_per_s == 0 and shown.samples_per_s == pytest.approx(32)
     assert shown.workers[0].wait_s == 0
     assert shown.samples == 320
-    run.on_report(worker(1), work(21), now)  # on its way when it died
+    run.on_report(worker(1), worker_report(21), now)  # on its way when it died
     assert run.status(now).workers[1].state == "died" and run.status(now).samples == 328
 
 
@@ -264,9 +268,11 @@ def test_the_steps_of_one_who_joined_are_the_runs() -> None:
     now = train(run, 40, {0: {}, 1: {}})
     assert run.status(now).samples == 640
     run.on_report(
-        worker(2), work(1, seconds=0.2, rows=[row(1, loss=5.0)], notices=[Notice(1, 1000.0, "skipped", "")]), now
+        worker(2),
+        worker_report(1, seconds=0.2, rows=[row(1, loss=5.0)], notices=[Notice(1, 1000.0, "skipped", "")]),
+        now,
     )
-    run.on_report(worker(2), work(2, rows=[row(2, loss=4.0)]), now + 0.25)
+    run.on_report(worker(2), worker_report(2, rows=[row(2, loss=4.0)]), now + 0.25)
     points = run.curves["value/loss"].points
     assert [(point.start, point.mean, point.samples) for point in points] == [(41, 5.0, 648), (42, 4.0, 656)]
     assert run.status(now).step == 42 and run.event_log.events[-1].step == 41
@@ -276,7 +282,7 @@ def test_another_process_of_the_same_rank_begins_anew() -> None:
     run = run_state()
     train(run, 4, {0: {}, 1: {}})
     run.on_event("died", str(worker(1)), "", 1.0)
-    run.on_report(worker(1, pid=999), work(5), 2.0)
+    run.on_report(worker(1, pid=999), worker_report(5), 2.0)
     shown = run.status(2.0)
     assert [each.name for each in shown.workers][1] == "rank 1 (host a, pid 999)"
     assert shown.workers[1].state == "alive" and shown.samples == 72
@@ -286,7 +292,7 @@ def test_another_process_of_the_same_rank_begins_anew() -> None:
 def test_a_crowd_that_comes_and_goes_is_forgotten_but_not_its_samples() -> None:
     run = run_state("ps:mode=async")
     for rank in range(3 * MAX_MEMBERS):
-        run.on_report(worker(rank), work(rank), rank * 0.01)
+        run.on_report(worker(rank), worker_report(rank), rank * 0.01)
         run.tick(rank * 0.01)
         run.on_event("left", str(worker(rank)), "", rank * 0.01)
     assert len(run.status(40.0).workers) == MAX_MEMBERS
@@ -299,7 +305,7 @@ def test_a_crowd_that_comes_and_goes_is_forgotten_but_not_its_samples() -> None:
 def test_too_many_alive_are_not_taken() -> None:
     run = run_state("ps:mode=async")
     for rank in range(MAX_MEMBERS + 5):
-        run.on_report(worker(rank), work(1), 1.0)
+        run.on_report(worker(rank), worker_report(1), 1.0)
     assert len(run.status(1.0).workers) == MAX_MEMBERS and run.lost_reports == 5
 
 
@@ -307,12 +313,12 @@ def test_whoever_is_still_there_at_the_end_has_stopped() -> None:
     run = run_state("ps:mode=async", size=3)
     workers: dict[int, dict[str, Any]] = {0: {"epoch": 3}, 1: {"epoch": 3, "computes": [0.5]}, 2: {"epoch": 3}}
     now = train(run, 10, workers, every_s=0.5)
-    run.on_report(server(0), keeping(0), now)
+    run.on_report(server(0), server_report(0), now)
     assert run.status(now).workers[1].slow > 0
     run.on_event("left", str(worker(2)), "", now)
     run.on_event("end", "", "done", now)
-    run.on_report(worker(0), work(11, epoch=3), now)  # on its way when the run ended
-    run.on_report(worker(7), work(1), now)
+    run.on_report(worker(0), worker_report(11, epoch=3), now)  # on its way when the run ended
+    run.on_report(worker(7), worker_report(1), now)
     shown = run.status(now)
     assert [each.state for each in shown.workers] == ["stopped", "stopped", "left", "stopped"]
     assert [each.state for each in shown.servers] == ["stopped"]
@@ -323,11 +329,11 @@ def test_whoever_is_still_there_at_the_end_has_stopped() -> None:
 
 def test_the_epoch_is_never_that_of_one_who_died_while_others_went_on() -> None:
     run = run_state("ps:mode=async", size=3)
-    run.on_report(worker(0), work(90, epoch=9, rows=[row(90, loss=9.0)]), 1.0)
-    run.on_report(worker(1), work(40, epoch=4, rows=[row(40, loss=4.0)]), 1.0)
+    run.on_report(worker(0), worker_report(90, epoch=9, rows=[row(90, loss=9.0)]), 1.0)
+    run.on_report(worker(1), worker_report(40, epoch=4, rows=[row(40, loss=4.0)]), 1.0)
     run.on_event("died", str(worker(0)), "", 1.0)
     assert run.status(1.0).epoch == 4
-    run.on_report(worker(1), work(50, epoch=5, rows=[row(50, loss=5.0)]), 2.0)
+    run.on_report(worker(1), worker_report(50, epoch=5, rows=[row(50, loss=5.0)]), 2.0)
     run.on_event("left", str(worker(1)), "", 2.0)
     assert (run.status(2.0).epoch, run.status(2.0).values) == (5, {"loss": 5.0})
     run.on_event("end", "", "done", 2.0)
@@ -338,11 +344,13 @@ def test_the_epoch_is_never_that_of_one_who_died_while_others_went_on() -> None:
 
 def test_servers_show_their_load_and_what_was_late() -> None:
     run = run_state("ps:mode=async")
-    run.on_report(worker(0), work(5), 0.5)
+    run.on_report(worker(0), worker_report(5), 0.5)
     for tick in range(1, 13):
         for number in (0, 1):
             run.on_report(
-                server(number), keeping(number, seconds=0.25, busy_s=0.2, lags={0: 5 * tick, 2: tick}), tick * 0.25
+                server(number),
+                server_report(number, seconds=0.25, busy_s=0.2, lags={0: 5 * tick, 2: tick}),
+                tick * 0.25,
             )
     shown = run.status(3.0)
     first = shown.servers[0]
@@ -357,7 +365,7 @@ def test_servers_show_their_load_and_what_was_late() -> None:
 
 def test_a_server_within_a_worker_goes_with_it() -> None:
     run = run_state("ps")
-    run.on_report(worker(1), keeping(0), 1.0)
+    run.on_report(worker(1), server_report(0), 1.0)
     run.on_event("died", str(worker(1)), "", 1.0)
     assert run.status(1.0).servers[0].state == "died"
 
@@ -391,7 +399,7 @@ def test_what_all_workers_tell_of_one_step_is_one_event() -> None:
     run = run_state()
     for rank in range(4):
         notices = [Notice(10, 999.5, "checkpoint", "step-10"), Notice(11, 1000.0, "skipped", "inf in w")]
-        run.on_report(worker(rank), work(11, notices=notices), 5.0)
+        run.on_report(worker(rank), worker_report(11, notices=notices), 5.0)
     shown = run.status(5.0)
     assert (shown.checkpoints, shown.skipped) == (1, 1)
     assert [(event.kind, event.step, event.at) for event in run.event_log.events] == [
@@ -403,7 +411,7 @@ def test_what_all_workers_tell_of_one_step_is_one_event() -> None:
 def test_each_asynchronous_worker_skips_for_itself() -> None:
     run = run_state("ps:mode=async")
     for rank in range(4):
-        run.on_report(worker(rank), work(11, notices=[Notice(11, 1000.0, "skipped", "inf")]), 5.0)
+        run.on_report(worker(rank), worker_report(11, notices=[Notice(11, 1000.0, "skipped", "inf")]), 5.0)
     assert run.status(5.0).skipped == 4
 
 
@@ -444,14 +452,20 @@ def test_a_restored_run_goes_on_from_its_step() -> None:
     run = run_state()
     for step in range(1, 11):
         for rank in (0, 1):
-            run.on_report(worker(rank), work(step, rows=[row(step, loss=9.0)], progress=step / 20), float(step))
+            run.on_report(
+                worker(rank), worker_report(step, rows=[row(step, loss=9.0)], progress=step / 20), float(step)
+            )
         run.tick(float(step))
-    run.on_report(worker(0), work(5, rows=[row(5, loss=1.0)], notices=[Notice(4, 1000.0, "restore", "step-4")]), 11.0)
-    run.on_report(worker(1), work(11, rows=[row(11, loss=9.0)]), 11.1)  # on its way when the other went back
-    run.on_report(worker(1), work(5, rows=[row(5, loss=1.0)], notices=[Notice(4, 1000.0, "restore", "step-4")]), 11.2)
+    run.on_report(
+        worker(0), worker_report(5, rows=[row(5, loss=1.0)], notices=[Notice(4, 1000.0, "restore", "step-4")]), 11.0
+    )
+    run.on_report(worker(1), worker_report(11, rows=[row(11, loss=9.0)]), 11.1)  # on its way when the other went back
+    run.on_report(
+        worker(1), worker_report(5, rows=[row(5, loss=1.0)], notices=[Notice(4, 1000.0, "restore", "step-4")]), 11.2
+    )
     run.tick(11.2)
     for rank in (0, 1):
-        run.on_report(worker(rank), work(6, rows=[row(6, loss=1.0)]), 12.0)
+        run.on_report(worker(rank), worker_report(6, rows=[row(6, loss=1.0)]), 12.0)
     assert losses(run) == [(1, 9.0, 2), (2, 9.0, 2), (3, 9.0, 2), (4, 9.0, 2), (5, 1.0, 2), (6, 1.0, 2)]
     shown = run.status(12.0)
     assert shown.step == 6 and shown.samples == 8 * 25
@@ -463,21 +477,23 @@ def test_a_run_restored_twice_goes_back_twice() -> None:
     run = run_state()
     for steps in ([1, 2, 3, 4], [2, 3, 4, 5], [2, 3]):
         for step in steps:
-            run.on_report(worker(0), work(step, rows=[row(step, loss=float(len(steps)))]), 1.0)
+            run.on_report(worker(0), worker_report(step, rows=[row(step, loss=float(len(steps)))]), 1.0)
     assert losses(run) == [(1, 4.0, 1), (2, 2.0, 1), (3, 2.0, 1)]
 
 
 def test_a_restore_within_one_report_is_seen() -> None:
     run = run_state()
-    run.on_report(worker(0), work(9, rows=[row(8, loss=9.0), row(9, loss=9.0)]), 1.0)
-    run.on_report(worker(0), work(7, rows=[row(10, 0.2, loss=9.0), row(6, 0.1, loss=1.0), row(7, loss=1.0)]), 1.3)
+    run.on_report(worker(0), worker_report(9, rows=[row(8, loss=9.0), row(9, loss=9.0)]), 1.0)
+    run.on_report(
+        worker(0), worker_report(7, rows=[row(10, 0.2, loss=9.0), row(6, 0.1, loss=1.0), row(7, loss=1.0)]), 1.3
+    )
     assert losses(run) == [(6, 1.0, 1), (7, 1.0, 1)]
 
 
 def test_a_run_that_begins_at_a_saved_step_has_nothing_to_forget() -> None:
     run = run_state()
     for rank in (0, 1):
-        told = work(5001, rows=[row(5001, loss=1.0)], notices=[Notice(5000, 999.9, "restore", "step-5000")])
+        told = worker_report(5001, rows=[row(5001, loss=1.0)], notices=[Notice(5000, 999.9, "restore", "step-5000")])
         run.on_report(worker(rank), told, 1.0)
     assert losses(run) == [(5001, 1.0, 2)] and run.status(1.0).step == 5001
 
@@ -496,7 +512,7 @@ ABSURD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", ABSURD, ids=lambda fields: str(fields)[:30])
 def test_a_report_that_cannot_be_is_dropped_and_counted(fields: dict[str, Any]) -> None:
     run = run_state()
-    run.on_report(worker(0), work(**{"step": 1, **fields}), 1.0)
+    run.on_report(worker(0), worker_report(**{"step": 1, **fields}), 1.0)
     shown = run.status(1.0)
     assert run.lost_reports == shown.lost_reports == 1 and shown.workers == [] and shown.samples == 0 and not run.curves
 
@@ -513,7 +529,7 @@ def test_a_report_that_cannot_be_is_dropped_and_counted(fields: dict[str, Any]) 
 )  # fmt: skip
 def test_a_part_that_cannot_be_is_dropped_without_the_rest(fields: dict[str, Any]) -> None:
     run = run_state()
-    run.on_report(worker(0), work(1, **fields), 1.0)
+    run.on_report(worker(0), worker_report(1, **fields), 1.0)
     assert run.lost_reports == 1 and run.status(1.0).samples == 8
     assert not run.event_log.events and run.metrics.histograms() == (0, []) and "value/loss" not in run.curves
 
@@ -521,22 +537,22 @@ def test_a_part_that_cannot_be_is_dropped_without_the_rest(fields: dict[str, Any
 def test_a_server_of_absurd_numbers_and_a_stranger_are_dropped() -> None:
     run = run_state()
     for fields in ({"busy_s": math.nan}, {"updates": -1}, {"lags": {-1: 1}}, {"lags": {0: -1}}, {"queue": 1 << 62}):
-        run.on_report(server(0), keeping(0, **fields), 1.0)
-    run.on_report(server(0), keeping(-1), 1.0)
-    run.on_report(server(0), work(1), 1.0)
+        run.on_report(server(0), server_report(0, **fields), 1.0)
+    run.on_report(server(0), server_report(-1), 1.0)
+    run.on_report(server(0), worker_report(1), 1.0)
     assert run.lost_reports == 7 and run.status(1.0).servers == [] and run.status(1.0).workers == []
 
 
 def test_lags_of_any_number_are_bounded() -> None:
     run = run_state("ps:mode=async")
-    run.on_report(server(0), keeping(0, lags=dict.fromkeys(range(100_000), 1)), 1.0)
+    run.on_report(server(0), server_report(0, lags=dict.fromkeys(range(100_000), 1)), 1.0)
     lags = run.status(1.0).lags
     assert len(lags) == 256 and sum(lags.values()) == 100_000
 
 
 def test_progress_and_lag_that_cannot_be_are_left_out() -> None:
     run = run_state()
-    run.on_report(worker(0), work(1, progress=math.nan, notes={"lag": math.inf}), 1.0)
+    run.on_report(worker(0), worker_report(1, progress=math.nan, notes={"lag": math.inf}), 1.0)
     run.tick(1.0)
     assert run.status(1.0).progress is None and run.status(1.0).workers[0].lag is None and run.lost_reports == 0
 
@@ -549,7 +565,7 @@ def test_two_hundred_thousand_records_stay_bounded() -> None:
     for tick in range(4000):
         step = 50 * tick
         rows = [row(step + k, 0.25 - k / 200, loss=float(k)) for k in range(50)]
-        run.on_report(worker(0), work(step + 49, steps=50, seconds=0.25, samples=400, rows=rows), tick * 0.25)
+        run.on_report(worker(0), worker_report(step + 49, steps=50, seconds=0.25, samples=400, rows=rows), tick * 0.25)
         run.tick(tick * 0.25)
     curve = run.curves["value/loss"]
     assert len(curve.points) <= 1024 and curve.width == 256
@@ -562,5 +578,7 @@ def test_two_hundred_thousand_records_stay_bounded() -> None:
 def test_rows_that_nobody_takes_are_bounded() -> None:
     run = run_state()
     for tick in range(1000):
-        run.on_report(worker(0), work(50 * tick + 49, rows=[row(50 * tick + k, loss=1.0) for k in range(50)]), 1.0)
+        run.on_report(
+            worker(0), worker_report(50 * tick + 49, rows=[row(50 * tick + k, loss=1.0) for k in range(50)]), 1.0
+        )
     assert len(run.metrics.take_rows()) == 20_000

@@ -9,12 +9,12 @@ import sys
 from typing import Any
 
 import pytest
-from reports import row, work, worker
 
 from hora.monitor import tensorboard
 from hora.monitor.messages import HistogramReport
 from hora.monitor.run_state import RunState
 from hora.monitor.tensorboard import TensorBoard
+from reports import row, worker, worker_report
 
 needs_package = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is missing")
 
@@ -41,7 +41,7 @@ def test_scalars_histograms_and_speed_are_there_by_step(tmp_path: pathlib.Path) 
         for rank in (0, 1):
             shown = [HistogramReport("w", step, 1000.0, -1.0, 1.0, [1, 3])]
             rows = [row(step, loss=step / 2 + rank), row(step, **{f"only {rank}": 7.0})]
-            run_state.on_report(worker(rank), work(step, rows=rows, histograms=shown), step * 1.0)
+            run_state.on_report(worker(rank), worker_report(step, rows=rows, histograms=shown), step * 1.0)
         write(run_state, files)
     files.close()
     files.close()
@@ -65,7 +65,7 @@ def test_scalars_histograms_and_speed_are_there_by_step(tmp_path: pathlib.Path) 
 @needs_package
 def test_a_value_that_is_nan_is_written_as_such(tmp_path: pathlib.Path) -> None:
     run_state, files = RunState(), TensorBoard(str(tmp_path), no_warning)
-    run_state.on_report(worker(0), work(1, rows=[row(1, loss=math.nan)]), 1.0)
+    run_state.on_report(worker(0), worker_report(1, rows=[row(1, loss=math.nan)]), 1.0)
     write(run_state, files)
     assert math.isnan(read(files.path)[1].summary.value[0].simple_value)
     files.close()
@@ -76,13 +76,13 @@ def test_neither_torch_nor_tensorflow_is_imported(tmp_path: pathlib.Path) -> Non
     script = f"""
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
-from reports import row, work, worker
+from reports import row, worker_report, worker
 from hora.monitor.run_state import RunState
 from hora.monitor.tensorboard import TensorBoard
 files = TensorBoard({str(tmp_path)!r}, print)
 assert "tensorboard" not in sys.modules
 run_state = RunState()
-run_state.on_report(worker(0), work(1, rows=[row(1, loss=1.0)]), 1.0)
+run_state.on_report(worker(0), worker_report(1, rows=[row(1, loss=1.0)]), 1.0)
 files.write(run_state.metrics.take_rows(), run_state, run_state.status(1.0))
 files.close()
 assert "tensorboard" in sys.modules
@@ -113,7 +113,7 @@ def test_a_disk_that_fails_is_told_once(tmp_path: pathlib.Path) -> None:
     run_state, files = RunState(), TensorBoard(str(tmp_path / "runs"), warnings.append)
     (tmp_path / "runs").rmdir()
     for step in (1, 2):
-        run_state.on_report(worker(0), work(step, rows=[row(step, loss=1.0)]), 1.0)
+        run_state.on_report(worker(0), worker_report(step, rows=[row(step, loss=1.0)]), 1.0)
         write(run_state, files)
     assert len(warnings) == 1 and "the run continues without it" in warnings[0]
 
@@ -122,7 +122,7 @@ def test_a_disk_that_fails_is_told_once(tmp_path: pathlib.Path) -> None:
 def test_the_speed_does_not_end_with_a_nothing_of_after_the_end(tmp_path: pathlib.Path) -> None:
     run_state, files = RunState(strategy="ring"), TensorBoard(str(tmp_path), no_warning)
     for step in (1, 2):
-        run_state.on_report(worker(0), work(step), step * 1.0)
+        run_state.on_report(worker(0), worker_report(step), step * 1.0)
         write(run_state, files)
     run_state.on_event("left", str(worker(0)), "", 2.5)
     write(run_state, files)

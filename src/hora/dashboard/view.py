@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import msgspec
@@ -138,10 +139,16 @@ class RunView:
 
 
 def _description(status: RunStatus) -> dict[str, Any]:
-    """What the strategy says of itself, and its options; the page draws from this and knows no strategy by name."""
-    fields = ("topology", "unit", "synchronous")
+    """How the strategy describes itself, and its options; the page draws from this and knows no strategy by name."""
+    strategy = _parse(status.strategy)
+    described = {name: getattr(strategy or status, name) for name in ("topology", "unit", "synchronous")}
+    return {**described, "options": dataclasses.asdict(strategy) if strategy is not None else {}}
+
+
+@functools.lru_cache(64)
+def _parse(spelling: str) -> strategies.Strategy | None:
+    """None for a strategy that is not known yet, or not installed here."""
     try:
-        strategy = strategies.parse(status.strategy)
-    except ValueError:  # of another version, or not installed here
-        return {**{name: getattr(status, name) for name in fields}, "options": {}}
-    return {**{name: getattr(strategy, name) for name in fields}, "options": dataclasses.asdict(strategy)}
+        return strategies.parse(spelling)
+    except ValueError:
+        return None

@@ -16,7 +16,7 @@ def server(number: int) -> Member:
     return Member("server", number, "a", 200 + number)
 
 
-def work(step: int = 1, **fields: Any) -> WorkerReport:
+def worker_report(step: int = 1, **fields: Any) -> WorkerReport:
     """One step of 100 ms, a fifth of it exposed communication, of 8 samples."""
     told: dict[str, Any] = {
         "sent_at": 1000.0, "step": step, "steps": 1, "seconds": 0.1, "exposed_s": 0.02, "comm_s": 0.04,
@@ -30,7 +30,7 @@ def row(step: int, before_s: float = 0.0, count: int = 1, **values: float) -> Me
     return MetricsRow(step, 1000.0 - before_s, count, values)
 
 
-def keeping(number: int = 0, **fields: Any) -> ServerReport:
+def server_report(number: int = 0, **fields: Any) -> ServerReport:
     told: dict[str, Any] = {
         "sent_at": 1000.0, "server": number, "seconds": 0.5, "updates": 10, "busy_s": 0.25, "bytes_in": 4000,
         "bytes_out": 2000, "queue": 3, "load_bytes": 1 << 20,

@@ -12,13 +12,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from reports import keeping, row, server, work, worker
 
 from hora.monitor.messages import HistogramReport
 from hora.monitor.run_state import RunState
 from hora.runs import reader as reader_module
 from hora.runs.database import APPLICATION, SCHEMA, RunDatabase
 from hora.runs.reader import RunReader
+from reports import row, server, server_report, worker, worker_report
 
 
 class Warnings(list[str]):
@@ -44,14 +44,16 @@ def database(path: str) -> Iterator[RunDatabase]:
 
 def train(run_state: RunState, begin: int, end: int, **fields: object) -> None:
     for step in range(begin, end):
-        run_state.on_report(worker(0), work(step, rows=[row(step, loss=1.0 / (step + 1))], **fields), step * 0.1)
+        run_state.on_report(
+            worker(0), worker_report(step, rows=[row(step, loss=1.0 / (step + 1))], **fields), step * 0.1
+        )
     run_state.tick(end * 0.1)
 
 
 def test_what_is_written_is_read_back(database: RunDatabase, path: str) -> None:
     run_state = RunState(run="r", size=2, strategy="ring")
     train(run_state, 1, 11, peers={1: 500}, rounds=3)
-    run_state.on_report(server(0), keeping(lags={3: 4}), 1.0)
+    run_state.on_report(server(0), server_report(lags={3: 4}), 1.0)
     run_state.on_event("died", "rank 1 (host a, pid 101)", "killed <b>", 1.1)
     database.put("config", {"command": ["train.py", "bad \udc80"], "size": 2})
     database.write(run_state)
@@ -134,7 +136,7 @@ def test_a_curve_that_is_gone_is_gone(database: RunDatabase, path: str) -> None:
 
 def test_nan_is_null_and_comes_back_as_nan(database: RunDatabase, path: str) -> None:
     run_state = RunState()
-    run_state.on_report(worker(0), work(1, rows=[row(1, loss=math.nan, big=math.inf)]), 1.0)
+    run_state.on_report(worker(0), worker_report(1, rows=[row(1, loss=math.nan, big=math.inf)]), 1.0)
     database.write(run_state)
     reader = RunReader(path)
     assert reader.curves()[1]["value/loss"]["points"][0][4:] == [None, None, None, None, 0]
@@ -146,7 +148,7 @@ def test_nan_is_null_and_comes_back_as_nan(database: RunDatabase, path: str) -> 
 def test_hostile_names_are_only_names(database: RunDatabase, path: str) -> None:
     name = "'; DROP TABLE points; --\0\u202e</script>"
     run_state = RunState()
-    run_state.on_report(worker(0), work(1, rows=[row(1, **{name: 1.0})]), 1.0)
+    run_state.on_report(worker(0), worker_report(1, rows=[row(1, **{name: 1.0})]), 1.0)
     database.write(run_state)
     assert list(RunReader(path).status().values) == [name]
     assert f"value/{name}" in RunReader(path).curves()[1]
@@ -159,7 +161,7 @@ def test_events_and_histograms_are_the_newest(database: RunDatabase, path: str) 
             run_state.on_event("stop", "", str(turn * 100 + number), 1.0)
         for step in range(turn * 10, turn * 10 + 10):
             shown = [HistogramReport("w", step, 1000.0, -1.0, 1.0, [step, 2])]
-            run_state.on_report(worker(0), work(step, histograms=shown), step * 0.1)
+            run_state.on_report(worker(0), worker_report(step, histograms=shown), step * 0.1)
         database.write(run_state)
     reader = RunReader(path)
     events = reader.events()
@@ -193,12 +195,12 @@ def test_a_killed_writers_memory_can_be_read(tmp_path: pathlib.Path, path: str) 
     script = f"""
 import os, signal, sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
-from reports import row, work, worker
+from reports import row, worker_report, worker
 from hora.monitor.run_state import RunState
 from hora.runs.database import RunDatabase
 run_state, database = RunState(), RunDatabase({path!r}, print)
 for step in range(1, 30):
-    run_state.on_report(worker(0), work(step, rows=[row(step, loss=1.0)]), step * 0.1)
+    run_state.on_report(worker(0), worker_report(step, rows=[row(step, loss=1.0)]), step * 0.1)
     database.write(run_state)
 os.kill(os.getpid(), signal.SIGKILL)
 """
