@@ -8,7 +8,6 @@ allocated, and nesting is limited to MAX_RANK.
 from __future__ import annotations
 
 import math
-import re
 import struct
 import types
 from collections.abc import Sequence
@@ -30,7 +29,6 @@ MAX_RANK = 8
 
 Value = torch.Tensor | list[Any]
 
-_OPENING = re.compile(rb"[\s\[]*")
 _LENGTH = struct.Struct("<I")
 _CONVERSION_ERRORS = (ValueError, TypeError, RuntimeError, OverflowError)
 
@@ -140,9 +138,8 @@ def _tensor(rows: list[Any], dtype: torch.dtype | None, where: str) -> torch.Ten
 def _opening(raw: msgspec.Raw) -> tuple[int, bytes]:
     """How many lists the JSON opens with, and the first byte of their first element."""
     data = bytes(raw)
-    match = _OPENING.match(data)
-    assert match is not None
-    return match.group().count(b"["), data[match.end() : match.end() + 1]
+    rest = data.lstrip(b" \t\r\n[")
+    return data[: len(data) - len(rest)].count(b"["), rest[:1]
 
 
 def _decode_list(raw: msgspec.Raw, rank: int, leaf: Any, where: str) -> list[Any]:
