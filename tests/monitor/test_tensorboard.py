@@ -75,7 +75,7 @@ def test_a_value_that_is_nan_is_written_as_such(tmp_path: pathlib.Path) -> None:
 def test_neither_torch_nor_tensorflow_is_imported(tmp_path: pathlib.Path) -> None:
     script = f"""
 import sys
-sys.path.insert(0, {os.path.dirname(__file__)!r})
+sys.path.insert(0, {os.path.dirname(os.path.dirname(__file__))!r})
 from reports import row, worker_report, worker
 from hora.monitor.run_state import RunState
 from hora.monitor.tensorboard import TensorBoard

@@ -194,7 +194,7 @@ def test_a_closed_memory_is_one_file_that_a_copy_of_reads_the_same(tmp_path: pat
 def test_a_killed_writers_memory_can_be_read(tmp_path: pathlib.Path, path: str) -> None:
     script = f"""
 import os, signal, sys
-sys.path.insert(0, {os.path.dirname(__file__)!r})
+sys.path.insert(0, {os.path.dirname(os.path.dirname(__file__))!r})
 from reports import row, worker_report, worker
 from hora.monitor.run_state import RunState
 from hora.runs.database import RunDatabase
