@@ -1,6 +1,6 @@
 """RunDisplay: what a launch shows of its run: the terminal panel, the dashboard's address, the summary and the trace.
 
-A launch of workers that join another launcher's run shows nothing: they report to that run.
+A launch of workers that join another launcher's run has none: they report to that run.
 """
 
 from __future__ import annotations
@@ -34,36 +34,26 @@ class ValueSource(Protocol):
 
 
 class RunDisplay:
-    """Main thread only. Without a monitor it does nothing."""
+    """`facts` are those of run.json. ValueError if the run directory is of another version of Hora, or if a package is
+    missing. Main thread only."""
 
-    def __init__(self) -> None:
-        self._dashboard: DashboardSocket | None = None
-        self._monitor: RunMonitor | None = None
-        self._config: RunConfig | None = None
-        self._screen: Screen | None = None
-        self._name = ""
-        self._updated_at = 0.0
-        self._summary: dict[str, Any] = {}
-        self._panel_closed = False
-        self._started_at = 0.0
-        self._slow_start_logged = False
-
-    @classmethod
-    def of_run(
-        cls,
+    def __init__(
+        self,
         config: RunConfig,
         directory: RunDirectory,
         screen: Screen,
         signals: SignalPipe,
         facts: dict[str, object],
         make_folder: Callable[[str], str],
-    ) -> RunDisplay:
-        """ValueError if the run directory is of another version of Hora, or if a package is missing."""
+    ) -> None:
         from hora.launch.monitor import RunMonitor
 
-        display = cls()
-        display._config, display._screen, display._name = config, screen, directory.name
-        display._monitor = RunMonitor(
+        self._config = config
+        self._screen = screen
+        self._name = directory.name
+        self._updated_at = self._started_at = 0.0
+        self._slow_start_logged = False
+        self._monitor = RunMonitor(
             directory.path if directory.control_path is not None else None,
             directory.name,
             config.size,
@@ -74,32 +64,27 @@ class RunDisplay:
             tensorboard_dir=config.tensorboard,
             make_folder=make_folder,
         )
-        if config.dashboard != "off":
-            try:
-                socket = DashboardSocket(config.dashboard if isinstance(config.dashboard, int) else None)
-            except ValueError as problem:
-                screen.log(f"no dashboard: {problem}; the run goes on without it")
-            else:
-                display._dashboard = socket
-                taken = f"port {config.dashboard} is taken; " if socket.moved else ""
-                screen.log(f"{taken}page {socket.address(directory.name)}")
-        return display
+        self._dashboard = self._open_dashboard() if config.dashboard != "off" else None
+
+    def _open_dashboard(self) -> DashboardSocket | None:
+        port = self._config.dashboard
+        try:
+            dashboard = DashboardSocket(port if isinstance(port, int) else None)
+        except ValueError as problem:
+            self._screen.log(f"no dashboard: {problem}; the run goes on without it")
+            return None
+        taken = f"port {port} is taken; " if dashboard.moved else ""
+        self._screen.log(f"{taken}page {dashboard.address(self._name)}")
+        return dashboard
 
     def observe(self, service: CoordinatorService) -> None:
         """From now on the coordinator passes reports and events to the monitor."""
-        assert self._monitor is not None
         service.coordinator.observer = _CoordinatorObserver(self._monitor)
 
     @property
-    def due(self) -> float | None:
+    def due(self) -> float:
         """When `tick` has something to do, in time.monotonic's time."""
-        if self._monitor is None or self._panel_closed:
-            return None
-        return self._updated_at + (PANEL_S if self._has_panel else UPDATE_S)
-
-    @property
-    def _has_panel(self) -> bool:
-        return self._config is not None and self._config.progress == "panel"
+        return self._updated_at + (PANEL_S if self._config.progress == "panel" else UPDATE_S)
 
     def descriptors(self) -> Watched:
         """The dashboard's socket, while no dashboard process accepts its connections."""
@@ -109,7 +94,7 @@ class RunDisplay:
         return {dashboard.fileno(): (select.POLLIN, self._on_connection)}
 
     def _on_connection(self) -> None:
-        assert self._dashboard is not None and self._monitor is not None and self._screen is not None
+        assert self._dashboard is not None
         try:
             self._dashboard.start(self._name, self._monitor.directory, home())
         except ValueError as problem:
@@ -117,10 +102,9 @@ class RunDisplay:
 
     def tick(self, now: float, coordinator: ValueSource, waiting_for: Callable[[], str]) -> None:
         """Updates panel and monitor if they are due. `waiting_for` says what a run without a first step waits for."""
-        if self.due is None or now < self.due:
+        if now < self.due:
             return
         self._updated_at = now
-        assert self._monitor is not None and self._screen is not None
         strategy, serving = (
             coordinator.values(key).get(key, b"").decode(errors="replace") for key in ("strategy", "serving")
         )
@@ -128,7 +112,7 @@ class RunDisplay:
         waiting = waiting_for() if starting else ""
         self._monitor.update(strategy=strategy, algorithm=_algorithm(coordinator), serving=serving, waiting=waiting)
         self._started_at = self._started_at or now
-        if self._has_panel:
+        if self._config.progress == "panel":
             self._draw_panel()
         elif starting and not self._slow_start_logged and now - self._started_at >= SLOW_START_S:
             self._slow_start_logged = True
@@ -138,7 +122,6 @@ class RunDisplay:
     def _draw_panel(self) -> None:
         from ..terminal import panel
 
-        assert self._monitor is not None and self._screen is not None
         width, height = self._screen.size()
         lines = panel.render(
             self._monitor.status(),
@@ -150,38 +133,31 @@ class RunDisplay:
         )
         self._screen.panel(lines)
 
-    def close_panel(self) -> None:
-        self._panel_closed = True
-
     def end(self, end_facts: dict[str, Any]) -> dict[str, Any]:
         """Closes the monitor; returns the run's summary."""
-        if self._monitor is not None:
-            self._summary = self._monitor.close(end_facts)
-            self._monitor = None
-        return self._summary
+        return self._monitor.close(end_facts)
 
-    def summary_lines(self, facts: dict[str, object]) -> list[str]:
-        if self._config is None or self._config.progress == "off" or not self._summary:
+    def summary_lines(self, facts: dict[str, object], found: dict[str, Any]) -> list[str]:
+        """The lines about the summary `found` of the run with these facts."""
+        if self._config.progress == "off" or not found:
             return []
         from ..runs import summary
 
-        single = summary.single_worker_speed(facts, summary.steps_taken(self._summary))
-        return summary.summary_lines(self._summary, single=single)
+        return summary.summary_lines(found, single=summary.single_worker_speed(facts, summary.steps_taken(found)))
 
     def merge_trace(self, scratch: str, stop: Callable[[], bool]) -> None:
         """Merges the processes' trace files in `scratch`. It may take long; it ends early when `stop` returns True."""
-        if self._config is None or self._config.trace is None:
+        if self._config.trace is None:
             return
         from hora.monitor import trace
 
-        assert self._screen is not None
         try:
             self._screen.log(trace.merge(os.path.join(scratch, TRACE), self._config.trace, stop=stop))
         except ValueError as problem:
             self._screen.log(f"no trace: {problem}")
 
     def close(self) -> None:
-        self.end({})
+        self._monitor.close({})
         if self._dashboard is not None:
             self._dashboard.end()
             self._dashboard = None

@@ -116,12 +116,13 @@ class RunMonitor:
         return len(self._queue)
 
     def close(self, end_facts: Mapping[str, object]) -> dict[str, object]:
-        """Writes what is left and how the run ended, and returns the run in a few numbers."""
+        """Writes what is left and how the run ended, and returns the run's summary."""
         with self._lock:
+            timeout_s = 0.0 if self._closing else CLOSE_S  # a second call does not wait for a hanging disk again
             self._end_facts = self._end_facts or dict(end_facts)
             self._closing = True
         self._woken.set()
-        self._thread.join(CLOSE_S)
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._warn_once(f"the disk of {self.directory} does not answer; the last reports may be missing there")
         elif self.temporary is not None:

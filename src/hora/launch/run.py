@@ -79,7 +79,7 @@ def run(config: RunConfig) -> int:
         facts = _facts(config, run_id)
         if joined is not None:
             directory.begin({**facts, "joins": joined.run.name, "ranks": [rank for _, rank in processes.slots]})
-        display = RunDisplay() if joined else _publish(context, opened, directory, facts)
+        display = None if joined else _publish(context, opened, directory, facts)
         return _supervise(context, opened, directory, display, facts)
 
 
@@ -115,7 +115,7 @@ def _publish(
     if isinstance(opened.backend, HostSet):
         facts["on"] = {host.name: host.address for host in opened.backend.all}
     reaper = context.reaper
-    display = RunDisplay.of_run(context.config, directory, context.screen, context.signals, facts, reaper.folder)
+    display = RunDisplay(context.config, directory, context.screen, context.signals, facts, reaper.folder)
     context.cleanup.callback(display.close)
     assert not isinstance(opened.coordinator, JoinedCoordinator)
     display.observe(opened.coordinator)
@@ -132,7 +132,7 @@ def _supervise(
     context: LaunchContext,
     opened: OpenedBackend,
     directory: RunDirectory,
-    display: RunDisplay,
+    display: RunDisplay | None,
     facts: dict[str, object],
 ) -> int:
     """Starts and supervises the processes, cleans up, writes the run's end, and logs the final message."""
@@ -154,13 +154,14 @@ def _supervise(
         "auto": {key: value.decode(errors="replace") for key, value in coordinator.values("auto/").items()},
         "data": coordinator.views(),
     }
-    end["summary"] = display.end(end)
+    end["summary"] = summary = display.end(end) if display is not None else {}
     directory.end(end)
     for text in signals.posted():
         screen.log(text)
-    display.merge_trace(context.scratch, lambda: bool(signals.stop_signals()))
+    if display is not None:
+        display.merge_trace(context.scratch, lambda: bool(signals.stop_signals()))
     context.cleanup.close()
-    for line in display.summary_lines(facts):
+    for line in display.summary_lines(facts, summary) if display is not None else ():
         screen.log(line)
     if outcome.text:
         screen.log(outcome.text)

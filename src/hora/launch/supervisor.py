@@ -81,7 +81,7 @@ class CoordinatorFacts:
 class Supervisor:
     """The processes that one launcher starts. Main thread only."""
 
-    def __init__(self, context: LaunchContext, opened: OpenedBackend, display: RunDisplay) -> None:
+    def __init__(self, context: LaunchContext, opened: OpenedBackend, display: RunDisplay | None) -> None:
         self._context = context
         self._config = context.config
         self._screen = context.screen
@@ -139,12 +139,13 @@ class Supervisor:
         watched: Watched = {
             self._signals.fd: (select.POLLIN, self._on_signal),
             **self._output_descriptors(),
-            **self._display.descriptors(),
             **self._backend.descriptors(),
+            **(self._display.descriptors() if self._display is not None else {}),
         }
         if self._context.reaper.pidfd >= 0:
             watched[self._context.reaper.pidfd] = (select.POLLIN, self._on_reaper_exit)
-        sources = (self._screen.due, self._display.due, policy.next_deadline, self._backend.next_deadline(), until)
+        display_due = self._display.due if self._display is not None else None
+        sources = (self._screen.due, display_due, policy.next_deadline, self._backend.next_deadline(), until)
         deadlines = [deadline for deadline in sources if deadline is not None]
         if not policy.running("worker") and self._facts.has_joined_workers:
             deadlines.append(time.monotonic() + JOINED_S)
@@ -156,7 +157,8 @@ class Supervisor:
         self._backend.tick(now)
         self._handle_exits(now)
         self._apply(policy.tick(now))
-        self._display.tick(now, self._coordinator, self._waiting_for)
+        if self._display is not None:
+            self._display.tick(now, self._coordinator, self._waiting_for)
         self._screen.tick(now)
 
     def _output_descriptors(self) -> Watched:
@@ -264,7 +266,6 @@ class Supervisor:
             process.read_rest()
             process.close_pipes()
         self._apply(self._policy.settle())
-        self._display.close_panel()
         self._screen.close()
 
     # -- the outcome -------------------------------------------------------------------------------------------------
