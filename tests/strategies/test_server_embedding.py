@@ -363,7 +363,7 @@ class Mine(torch.optim.SGD):
     ("strategy", "kind", "said"),
     [
         ("ps", Mine, "in Mine, which is not known to update rows independently"),
-        ("ps", torch.optim.Rprop, "Rprop's, which is not known"),
+        ("ps", torch.optim.Rprop, "in Rprop, which is not known"),
         ("ps", None, "is in no optimizer"),
         ("ps:backup=1", torch.optim.SGD, "backup needs a copy of the parameters that a worker has pulled"),
         ("ps:mode=async,correct=dc", torch.optim.SGD, "correct=dc needs a copy"),
