@@ -185,7 +185,7 @@ class ServerClient(ConnectionPool):
         if aggregation is not None:
             have = [aggregation.has(connection, block) for block in chunk.blocks]
             if any(have):
-                aggregation.reduce(chunk, connection.gradients.chunk_bytes(chunk), connection.dtype(chunk))
+                aggregation.reduce(chunk, connection.gradients.chunk_bytes(chunk), target.dtype)
             if not aggregation.leads:
                 return
         self._send_gradients(connection, chunk, step, have, rows, connection.gradients.chunk_bytes(chunk, length))

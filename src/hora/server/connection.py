@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,7 +17,7 @@ from .messages import BlobReply, ChunkReady, RowsReply, ServerMessage
 from .push_codec import PushCodec
 from .rows import from_bytes
 
-CHECK_EVERY = 1000  # reads that met a write, until the worker checks that the server is alive
+CHECK_EVERY = 1000  # reads of a block that met a write, until the worker checks that the server is alive
 
 PARAMETERS_KEY = "parameters"  # under which a server offers the memory of its parameters
 
@@ -90,7 +91,6 @@ class ServerConnection(PartConnection):
         self.replies: list[ServerMessage] = []
         self.blob: bytearray | None = None
         self.row_buffers: dict[int, torch.Tensor] = {}  # by the number of their Lookup
-        self.num_retries = 0  # reads that met a write
         self._parameter_views: list[list[torch.Tensor]] = []
         self._targets = targets
         self._check = check
@@ -119,9 +119,6 @@ class ServerConnection(PartConnection):
         """Whether gradients are encoded: not where the server reads them in place."""
         return not self.shared and self.codec.name != "fp32"
 
-    def dtype(self, chunk: Chunk) -> torch.dtype:
-        return self._dtypes[chunk.blocks[0].index]
-
     def read(self, ready: ChunkReady) -> None:
         """Copies a chunk's blocks to their targets."""
         chunk = self.part.chunks[ready.chunk]
@@ -132,39 +129,31 @@ class ServerConnection(PartConnection):
         views = self._parameter_views[chunk.number]
         for block, source, version in zip(chunk.blocks, views, ready.versions, strict=True):
             target = self._targets(block)
+            copy = functools.partial(_copy, target, source, rows, chunk.row_numel, packed=not self.shared)
             if self.private:
-                _copy(target, source, rows, chunk.row_numel, packed=not self.shared)
+                copy()
             else:
-                read = self._read_unchanged(block, target, source, rows, chunk.row_numel)
+                read = self._read_unchanged(block.number, copy)
                 version = read if rows is None else version  # other rows may have changed since the answer
             self.base[block.number] = version
 
-    def _read_unchanged(
-        self,
-        block: ParameterBlock,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        rows: torch.Tensor | None,
-        row_numel: int,
-    ) -> int:
+    def _read_unchanged(self, number: int, copy: Callable[[], None]) -> int:
         """Copies until the block was not written meanwhile: its seqlock counter is even, and the same before and after.
         Returns the block's version."""
-        counters, number = self.parameters.counters, block.number
+        counters, attempts = self.parameters.counters, 0
         while True:
             before = counters[number]
             if not before & 1:
-                _copy(target, source, rows, row_numel)
+                copy()
                 if counters[number] == before:
                     return before // 2
-            self.num_retries += 1
-            if self.num_retries % CHECK_EVERY == 0:
+            attempts += 1
+            if attempts % CHECK_EVERY == 0:
                 self._check()
             time.sleep(0)  # the server needs the core to finish
 
 
-def _copy(
-    target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor | None, row_numel: int, packed: bool = False
-) -> None:
+def _copy(target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor | None, row_numel: int, packed: bool) -> None:
     """A whole block, or these rows of it; `packed`: `source` holds only the rows, one after the other."""
     if rows is None:
         target.copy_(source)

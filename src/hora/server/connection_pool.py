@@ -37,6 +37,8 @@ NUM_EXTRA = 1  # further connections to a remote server, for tensors
 MIN_SPAN_NS = 20_000  # shorter waits are not traced
 CAUSE_S = 0.5  # how long a lost connection waits for the coordinator's report of the cause
 
+Payload = torch.Tensor | bytes | None  # what follows a message
+
 
 class ConnectionPool(abc.ABC):
     """Used on one thread. `check` is called while it waits, and may raise."""
@@ -181,7 +183,7 @@ class ConnectionPool(abc.ABC):
         self,
         connection: ServerConnection,
         message: ServerMessage,
-        payload: torch.Tensor | bytes | None = None,
+        payload: Payload = None,
         socket: MessageSocket | None = None,
     ) -> None:
         """Queues a message; does not block. PeerLost if the server is gone."""
@@ -191,11 +193,7 @@ class ConnectionPool(abc.ABC):
             raise self._lost(connection, problem) from None
 
     def request(
-        self,
-        connection: ServerConnection,
-        message: ServerMessage,
-        reply: type[ServerMessage],
-        payload: torch.Tensor | bytes | None = None,
+        self, connection: ServerConnection, message: ServerMessage, reply: type[ServerMessage], payload: Payload = None
     ) -> None:
         """Sends a message and waits for the reply."""
         self.send(connection, message, payload)

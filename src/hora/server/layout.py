@@ -154,8 +154,7 @@ def cut(
     parts = []
     for server in range(num_servers):
         mine = [piece for piece, its in zip(slices, server_of, strict=True) if its == server]
-        part = _pack(mine, parameters, owner, limit, sparse)
-        parts.append(_append_tables(part, tables, owner, server))
+        parts.append(_pack(mine, parameters, owner, limit, sparse, tables, server))
     return BlockLayout(tuple(parts), frozenset(served))
 
 
@@ -176,8 +175,10 @@ def _pack(
     owner: Mapping[int, int],
     limit: int,
     sparse: frozenset[int],
+    tables: Mapping[int, TableSpec],
+    server: int,
 ) -> ServerPart:
-    """One server's blocks in model order, contiguous in chunks of one optimizer and dtype each."""
+    """One server's blocks in model order, contiguous in chunks of one optimizer and dtype each; then the tables."""
     groups: list[list[ParameterBlock]] = []
     previous: object = None
     offset = 0
@@ -197,17 +198,10 @@ def _pack(
         row_numel = parameters[index].numel() // parameters[index].shape[0] if index in sparse else 0
         num_bytes = starts[number + 1] - starts[number]
         chunks.append(Chunk(number, owner[index], tuple(blocks), starts[number], num_bytes, row_numel))
+    for number, (index, table) in enumerate(sorted(tables.items()), len(slices)):
+        block = ParameterBlock(number, index, server, server, offset, False)
+        chunks.append(Chunk(len(chunks), owner[index], (block,), offset, 0, table.width, table))
     return ServerPart(tuple(chunks), offset)
-
-
-def _append_tables(
-    part: ServerPart, tables: Mapping[int, TableSpec], owner: Mapping[int, int], server: int
-) -> ServerPart:
-    chunks = list(part.chunks)
-    for number, (index, table) in enumerate(sorted(tables.items()), len(part.blocks)):
-        block = ParameterBlock(number, index, server, server, part.num_bytes, False)
-        chunks.append(Chunk(len(chunks), owner[index], (block,), part.num_bytes, 0, table.width, table))
-    return ServerPart(tuple(chunks), part.num_bytes)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
