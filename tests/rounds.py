@@ -1,6 +1,6 @@
-"""Rounds: local SGD and DiLoCo written as plain loops, with all workers in one process. What the strategies must equal.
+"""References for Local SGD and DiLoCo: plain loops with all workers in one process, which the strategies must equal.
 
-`Crew` is so many copies of a model, each with an optimizer of its own; `local` and `diloco` train it. A worker's
+`Replicas` is so many copies of a model, each with an optimizer of its own; `local` and `diloco` train it. A worker's
 samples of a step are whatever `given(rank, step)` says: a tensor, or None for a worker that has none.
 """
 
@@ -39,7 +39,7 @@ def uneven(size: int) -> Given:
     return given
 
 
-class Crew:
+class Replicas:
     def __init__(
         self, size: int, given: Given, optimizer: str = "sgd", build: Callable[[], torch.nn.Module] | None = None
     ) -> None:
@@ -91,24 +91,24 @@ class Crew:
         return parameters_of(self.models[0])
 
 
-def local(crew: Crew, steps: int, every: int | Callable[[int], int], warmup: int = 0) -> list[torch.Tensor]:
+def local(replicas: Replicas, steps: int, every: int | Callable[[int], int], warmup: int = 0) -> list[torch.Tensor]:
     """`every(step)`: how long the round is that begins there. The last round ends where the steps do."""
     interval = every if callable(every) else lambda step: every
     begin = warmup
     for step in range(steps):
         if step < warmup:
-            crew.step_together(step)
+            replicas.step_together(step)
             continue
-        crew.step(step)
+        replicas.step(step)
         if step + 1 - begin >= interval(begin):
-            crew.average()
+            replicas.average()
             begin = step + 1
-    crew.average()
-    return crew.result()
+    replicas.average()
+    return replicas.result()
 
 
 def diloco(
-    crew: Crew,
+    replicas: Replicas,
     steps: int,
     every: int,
     lr: float = 0.7,
@@ -119,40 +119,42 @@ def diloco(
 ) -> list[torch.Tensor]:
     """`cut`: which parameters belong to which fragment; fragment f of k is exchanged after every·(f + 1)/k steps of a
     round. What is exchanged after step t is taken over after step t + overlap, and what was done meanwhile is kept."""
-    size = len(crew.models)
-    num = len(crew.columns)
+    size = len(replicas.models)
+    num = len(replicas.columns)
     cut = cut or [list(range(num))]
     for step in range(warmup):
-        crew.step_together(step)
-    points = [column[0].clone() for column in crew.columns]
-    outer = torch.optim.SGD(points, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        replicas.step_together(step)
+    anchors = [column[0].clone() for column in replicas.columns]
+    outer = torch.optim.SGD(anchors, lr=lr, momentum=momentum, nesterov=momentum > 0)
     seen = [[0.0] * size for _ in cut]  # by fragment
     under_way: list[tuple[int, int, list[torch.Tensor], list[list[torch.Tensor]]]] = []
 
     def send(fragment: int, due: int) -> None:
-        crew.seen, seen[fragment] = seen[fragment], [0.0] * size
-        if sum(crew.seen):
-            left = [[p.clone() for p in crew.columns[index]] for index in cut[fragment]]
-            drifts = [crew.mean([points[i] - p for p in each]) for i, each in zip(cut[fragment], left, strict=True)]
-            under_way.append((due, fragment, drifts, left))
+        replicas.seen, seen[fragment] = seen[fragment], [0.0] * size
+        if sum(replicas.seen):
+            left = [[p.clone() for p in replicas.columns[index]] for index in cut[fragment]]
+            pseudo_gradients = [
+                replicas.mean([anchors[i] - p for p in each]) for i, each in zip(cut[fragment], left, strict=True)
+            ]
+            under_way.append((due, fragment, pseudo_gradients, left))
 
     def arrive(step: int) -> None:
         while under_way and under_way[0][0] <= step:
-            _, fragment, drifts, left = under_way.pop(0)
-            for index, drift in zip(cut[fragment], drifts, strict=True):
-                points[index].grad = drift
+            _, fragment, pseudo_gradients, left = under_way.pop(0)
+            for index, pseudo_gradient in zip(cut[fragment], pseudo_gradients, strict=True):
+                anchors[index].grad = pseudo_gradient
             outer.step()
             for index, were in zip(cut[fragment], left, strict=True):
-                points[index].grad = None
-                for parameter, was in zip(crew.columns[index], were, strict=True):
-                    parameter.copy_(points[index] + (parameter - was))
+                anchors[index].grad = None
+                for parameter, was in zip(replicas.columns[index], were, strict=True):
+                    parameter.copy_(anchors[index] + (parameter - was))
 
     turn = 0
     in_round = 0
     for step in range(warmup, steps):
-        crew.seen = [0.0] * size
-        crew.step(step)
-        seen = [[a + b for a, b in zip(each, crew.seen, strict=True)] for each in seen]
+        replicas.seen = [0.0] * size
+        replicas.step(step)
+        seen = [[a + b for a, b in zip(each, replicas.seen, strict=True)] for each in seen]
         in_round += 1
         arrive(step + 1)
         if in_round >= max(1, every * (turn + 1) // len(cut)):
@@ -165,7 +167,7 @@ def diloco(
     for fragment in range(len(cut)):
         send(fragment, 0)
     arrive(0)
-    return crew.result()
+    return replicas.result()
 
 
 def work(

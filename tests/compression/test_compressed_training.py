@@ -13,7 +13,7 @@ from hora.collectives import Group
 from hora.compression.codec import BLOCK, make_codec
 from hora.strategies import parse
 from hora.strategies.common.sync import Snapshot
-from rounds import SMALL, Crew, diloco, even, uneven, work
+from rounds import SMALL, Replicas, diloco, even, uneven, work
 from trainings import batch, building, fit, loss_of, mlp, net, parameters_of, part, training
 
 CODECS = ("fp16", "bf16", "int8", "topk")
@@ -282,7 +282,7 @@ def test_checkpoints_cost_nothing_of_what_topk_owes() -> None:
 def test_double_precision_keeps_its_type_over_a_narrow_wire() -> None:
     found = run([0, 1], lambda g: work(g, "diloco:every=3,wire=int8", 7))
     assert all(p.dtype == torch.float64 for p in found[0])
-    full = diloco(Crew(2, even(2)), 7, 3)
+    full = diloco(Replicas(2, even(2)), 7, 3)
     assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(found[0], full, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""DiLoCo is the loop of its paper: drifts from the common point are the gradient of an outer Nesterov step.
+"""DiLoCo is the loop of its paper: the mean pseudo-gradient is the gradient of an outer Nesterov step.
 
 The reference (tests/rounds.py) has torch's own SGD for the outer step; parameters in float64 agree to 1e-9.
 """
@@ -12,7 +12,7 @@ import torch
 
 import ranks
 from hora.strategies import parse
-from rounds import SMALL, Crew, assert_same, diloco, even, uneven, work
+from rounds import SMALL, Replicas, assert_same, diloco, even, uneven, work
 from trainings import batch, building, loss_of, mlp, parameters_of, training
 
 
@@ -29,19 +29,19 @@ def cut_of(size_of: list[int], num_fragments: int) -> list[list[int]]:
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 @pytest.mark.parametrize(("size", "every", "steps"), [(2, 4, 16), (3, 5, 13), (1, 3, 9), (4, 1, 6)])
 def test_it_equals_the_loop_of_the_paper(size: int, every: int, steps: int, optimizer: str) -> None:
-    wanted = diloco(Crew(size, even(size), optimizer), steps, every)
+    wanted = diloco(Replicas(size, even(size), optimizer), steps, every)
     assert_same(ranks.run(size, lambda g: work(g, f"diloco:every={every}", steps, optimizer=optimizer)), wanted)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_drifts_count_by_samples(size: int) -> None:
-    wanted = diloco(Crew(size, uneven(size)), 11, 4)
+def test_pseudo_gradients_count_by_samples(size: int) -> None:
+    wanted = diloco(Replicas(size, uneven(size)), 11, 4)
     assert_same(ranks.run(size, lambda g: work(g, "diloco:every=4", 11, uneven(size))), wanted)
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.3, 0.0), (0.5, 0.5)])
 def test_the_outer_step_is_that_of_torch(lr: float, momentum: float) -> None:
-    wanted = diloco(Crew(2, even(2)), 10, 3, lr, momentum)
+    wanted = diloco(Replicas(2, even(2)), 10, 3, lr, momentum)
     text = f"diloco:every=3,outer_lr={lr},outer_momentum={momentum}"
     assert_same(ranks.run(2, lambda g: work(g, text, 10)), wanted)
 
@@ -55,7 +55,7 @@ def test_without_momentum_and_at_rate_1_it_is_local_sgd() -> None:
 @pytest.mark.parametrize(("fragments", "every", "steps"), [(2, 4, 12), (3, 6, 13), (3, 7, 17), (4, 4, 10)])
 def test_each_fragment_is_exchanged_at_its_own_steps(fragments: int, every: int, steps: int) -> None:
     numels = [p.numel() for p in mlp(SMALL).parameters()]
-    wanted = diloco(Crew(2, uneven(2)), steps, every, cut=cut_of(numels, fragments))
+    wanted = diloco(Replicas(2, uneven(2)), steps, every, cut=cut_of(numels, fragments))
     text = f"diloco:every={every},fragments={fragments}"
     assert_same(ranks.run(2, lambda g: work(g, text, steps, uneven(2))), wanted)
 
@@ -65,7 +65,7 @@ def test_more_fragments_than_parameters_leave_some_empty() -> None:
         with building():
             return torch.nn.Linear(6, 3).double()
 
-    wanted = diloco(Crew(2, even(2), build=build), 11, 5, cut=cut_of([18, 3], 5))
+    wanted = diloco(Replicas(2, even(2), build=build), 11, 5, cut=cut_of([18, 3], 5))
     assert_same(ranks.run(2, lambda g: work(g, "diloco:every=5,fragments=5", 11, build=build)), wanted)
 
 
@@ -73,15 +73,15 @@ def test_more_fragments_than_parameters_leave_some_empty() -> None:
     ("fragments", "overlap", "every", "steps"),
     [(1, 1, 4, 12), (1, 3, 4, 14), (2, 1, 4, 13), (3, 2, 9, 22), (1, 2, 5, 6)],
 )
-def test_what_is_done_while_a_drift_travels_is_kept(fragments: int, overlap: int, every: int, steps: int) -> None:
-    """The drift is taken after step t, the result taken over after t + overlap."""
+def test_steps_during_an_exchange_are_kept(fragments: int, overlap: int, every: int, steps: int) -> None:
+    """The pseudo-gradient is of step t, and its result is applied after step t + overlap."""
     numels = [p.numel() for p in mlp(SMALL).parameters()]
-    wanted = diloco(Crew(3, uneven(3)), steps, every, cut=cut_of(numels, fragments), overlap=overlap)
+    wanted = diloco(Replicas(3, uneven(3)), steps, every, cut=cut_of(numels, fragments), overlap=overlap)
     text = f"diloco:every={every},fragments={fragments},overlap={overlap}"
     assert_same(ranks.run(3, lambda g: work(g, text, steps, uneven(3))), wanted)
 
 
-def test_a_travelling_drift_changes_nothing_before_it_is_due() -> None:
+def test_an_exchange_in_flight_changes_nothing_before_it_is_due() -> None:
     """Between the exchange and its arrival a worker's parameters are those of its own steps alone."""
 
     def script(group: Any) -> list[torch.Tensor]:
@@ -90,11 +90,11 @@ def test_a_travelling_drift_changes_nothing_before_it_is_due() -> None:
         return found
 
     count = len(parameters_of(mlp(SMALL)))
-    crew = Crew(2, even(2))
+    replicas = Replicas(2, even(2))
     alone: list[list[torch.Tensor]] = [[], []]
     for step in range(6):
-        crew.step(step)
-        for rank, model in enumerate(crew.models):
+        replicas.step(step)
+        for rank, model in enumerate(replicas.models):
             alone[rank] += parameters_of(model)
     for mine, wanted in zip(ranks.run(2, script), alone, strict=True):
         assert all(a.equal(b) for a, b in zip(mine[: 6 * count], wanted, strict=True))
@@ -103,21 +103,21 @@ def test_a_travelling_drift_changes_nothing_before_it_is_due() -> None:
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "halving", "star", "shared", "auto"])
 def test_any_collective_gives_the_same(algorithm: str) -> None:
-    wanted = diloco(Crew(3, uneven(3), "adamw"), 9, 4)
+    wanted = diloco(Replicas(3, uneven(3), "adamw"), 9, 4)
     text = f"diloco:every=4,algorithm={algorithm}"
     assert_same(ranks.run(3, lambda g: work(g, text, 9, uneven(3), "adamw")), wanted)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_any_transport_gives_the_same(transport: str) -> None:
-    wanted = diloco(Crew(3, uneven(3)), 9, 4, overlap=2)
+    wanted = diloco(Replicas(3, uneven(3)), 9, 4, overlap=2)
     found = ranks.run(3, lambda g: work(g, "diloco:every=4,overlap=2", 9, uneven(3)), transport)
     assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_the_warm_up_comes_first_and_the_common_point_is_where_it_ends(optimizer: str) -> None:
-    wanted = diloco(Crew(2, uneven(2), optimizer), 14, 4, warmup=5)
+    wanted = diloco(Replicas(2, uneven(2), optimizer), 14, 4, warmup=5)
     assert_same(ranks.run(2, lambda g: work(g, "diloco:every=4,warmup=5", 14, uneven(2), optimizer)), wanted)
 
 
@@ -151,7 +151,7 @@ def test_half_precision_keeps_its_common_point_in_single(dtype: torch.dtype, ove
 
 @pytest.mark.parametrize("strategy", ["diloco:every=4", "diloco:every=4,fragments=2", "diloco:every=4,overlap=2"])
 def test_a_layer_that_was_frozen_stays_where_it_is(strategy: str) -> None:
-    """Its momentum does not carry it on: nobody gives it a drift."""
+    """Its momentum does not move it on: no worker has a pseudo-gradient for it."""
 
     def script(group: Any) -> bool:
         kept: list[torch.Tensor] = []
@@ -178,7 +178,7 @@ def test_a_layer_that_was_frozen_stays_where_it_is(strategy: str) -> None:
                                       "local:every=6"])  # fmt: skip
 @pytest.mark.parametrize("when", [4, 6, 7, 8])
 def test_a_layer_may_be_unfrozen_in_the_middle_of_a_round(strategy: str, when: int) -> None:
-    """Also while a drift travels that has no part of it."""
+    """Also while an exchange is in flight that has no part of it."""
 
     def script(group: Any) -> list[torch.Tensor]:
         def build() -> torch.nn.Module:
@@ -255,7 +255,7 @@ def test_buffers_that_are_infinite_survive_an_overlapped_round() -> None:
             assert running.equal(found[0][1]) and running.abs().sum() > 0
 
 
-def test_values_that_are_not_finite_are_named_while_a_drift_travels_too() -> None:
+def test_values_that_are_not_finite_are_named_during_an_overlapped_exchange_too() -> None:
     def script(group: Any) -> str:
         def each(one: Any, model: Any, step: int) -> None:
             if group.rank == 1 and step == 2:
@@ -288,20 +288,20 @@ def test_a_run_of_two_loops_equals_the_reference_that_closes_its_round_between()
                 optimizer.step()
         return parameters_of(model)
 
-    crew = Crew(2, lambda rank, step: batch(step % 6).chunk(2)[rank])
-    points = [column[0].clone() for column in crew.columns]
+    replicas = Replicas(2, lambda rank, step: batch(step % 6).chunk(2)[rank])
+    points = [column[0].clone() for column in replicas.columns]
     outer = torch.optim.SGD(points, lr=0.7, momentum=0.9, nesterov=True)
     for step in range(12):
-        crew.step(step)
+        replicas.step(step)
         if step in (3, 5, 9, 11):
-            for point, column in zip(points, crew.columns, strict=True):
-                point.grad = crew.mean([point - p for p in column])
+            for point, column in zip(points, replicas.columns, strict=True):
+                point.grad = replicas.mean([point - p for p in column])
             outer.step()
-            for point, column in zip(points, crew.columns, strict=True):
+            for point, column in zip(points, replicas.columns, strict=True):
                 for parameter in column:
                     parameter.copy_(point)
-            crew.seen = [0.0, 0.0]
-    assert_same(ranks.run(2, script), crew.result())
+            replicas.seen = [0.0, 0.0]
+    assert_same(ranks.run(2, script), replicas.result())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Local SGD through servers: with a barrier it is the mean of a collective; without, nobody waits for anybody."""
+"""Local SGD through servers: with a barrier it is the mean of an all-reduce, without one no worker waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hora.collectives import Group
 from hora.data import Shard, shard
 from hora.strategies.common.sync import LoopEvent
 from hora.training import Training, checkpointing
-from rounds import OPTIMIZERS, SMALL, Crew, assert_same, even, local, uneven, work
+from rounds import OPTIMIZERS, SMALL, Replicas, assert_same, even, local, uneven, work
 from trainings import batch, building, fail, loss_of, mlp, parameters_of, part, training
 from workers import Worker, assert_alike, data, mse, net, state, workers
 
@@ -44,7 +44,7 @@ class Track:
 
     def until(self, true: Callable[[list[int]], bool]) -> None:
         with self._moved:
-            assert self._moved.wait_for(lambda: true(self.steps), PATIENCE_S), f"somebody is held back: {self.steps}"
+            assert self._moved.wait_for(lambda: true(self.steps), PATIENCE_S), f"a worker is held back: {self.steps}"
 
 
 # -- with a barrier --------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class Track:
 @pytest.mark.parametrize("servers", SERVERS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_via_ps_equals_the_plain_loop(servers: str, optimizer: str) -> None:
-    wanted = local(Crew(3, uneven(3), optimizer), 10, 4)
+    wanted = local(Replicas(3, uneven(3), optimizer), 10, 4)
     assert_same(ranks.run(3, lambda g: work(g, f"local:every=4,via=ps/{servers}", 10, uneven(3), optimizer)), wanted)
 
 
@@ -278,8 +278,8 @@ def test_reports_from_the_same_point_make_the_mean(servers: str, order: tuple[in
         one.sync.join(LoopEvent.FINISHED)
         return parameters_of(model)
 
-    crew = Crew(2, even(2), "momentum")
-    assert_same(ranks.run(2, script), local(crew, 3, 3))
+    replicas = Replicas(2, even(2), "momentum")
+    assert_same(ranks.run(2, script), local(replicas, 3, 3))
 
 
 @pytest.mark.parametrize("servers", ["1", "2tcp"])
@@ -347,10 +347,10 @@ def test_without_a_barrier_a_round_counts_by_its_share_of_the_samples() -> None:
         group.barrier("end")
         return parameters_of(model)
 
-    begin, crew = parameters_of(mlp(SMALL)), Crew(1, lambda rank, step: batch(step)[: (6, 6, 3)[step]])
+    begin, replicas = parameters_of(mlp(SMALL)), Replicas(1, lambda rank, step: batch(step)[: (6, 6, 3)[step]])
     for step in range(3):
-        crew.step(step)
-    wanted = [a + (b - a) * (15 / 33) for a, b in zip(begin, crew.result(), strict=True)]
+        replicas.step(step)
+    wanted = [a + (b - a) * (15 / 33) for a, b in zip(begin, replicas.result(), strict=True)]
     assert_same(ranks.run(2, script)[:1], wanted)
 
 
@@ -398,7 +398,7 @@ def test_without_a_barrier_a_refused_step_is_one_workers_own_affair(fused: bool)
     "strategy", ["local:every=3,via=ps", "local:every=3,via=ps/2tcp", "local:every=3,via=ps,barrier=false"]
 )
 def test_a_run_that_is_restored_goes_on_as_the_one_that_saved(strategy: str, tmp_path: pathlib.Path) -> None:
-    """In the middle of a round, with one worker where nobody waits; twice in one process."""
+    """In the middle of a round, with one worker where none waits; twice in one process."""
     size = 1 if "barrier" in strategy else 2
 
     def script(group: Group, restore: bool) -> list[torch.Tensor]:

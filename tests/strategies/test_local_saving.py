@@ -95,7 +95,7 @@ def test_what_was_restored_goes_on_bit_for_bit_as_what_had_saved(
 
 @pytest.mark.parametrize("strategy", ["local:every=4", "diloco:every=6,fragments=3", "diloco:every=5,overlap=2"])
 def test_a_restore_into_a_run_under_way_forgets_what_that_had_done(tmp_path: pathlib.Path, strategy: str) -> None:
-    """Goes to step 13, then back to 10, inside of open rounds and with a drift under way."""
+    """Goes to step 13, then back to 10, inside open rounds and with an exchange in flight."""
     wanted = ranks.run(2, lambda g: state(Saver(g, strategy).train(26, [(10, tmp_path)]).model))
 
     def again(group: Group) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_a_restore_into_a_run_under_way_forgets_what_that_had_done(tmp_path: pat
 
 
 @pytest.mark.parametrize("strategy", ["diloco:every=5,overlap=3", "local:every=5"])
-def test_plain_loops_may_restore_while_a_drift_is_under_way(tmp_path: pathlib.Path, strategy: str) -> None:
+def test_plain_loops_may_restore_while_an_exchange_is_in_flight(tmp_path: pathlib.Path, strategy: str) -> None:
     """Without job.shard nothing closes the round before."""
 
     def script(group: Group, restore: bool) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from hora.data import Shard, shard
 from hora.strategies import parse
 from hora.strategies.local.round import adapt_interval
 from hora.training import Training
-from rounds import OPTIMIZERS, SMALL, Crew, assert_same, even, local, uneven, work
+from rounds import OPTIMIZERS, SMALL, Replicas, assert_same, even, local, uneven, work
 from trainings import batch, building, fail, loss_of, mlp, parameters_of, part, same, training
 from workers import Worker, assert_alike, data, mse, net, state, workers
 
@@ -71,27 +71,27 @@ def test_every_1_with_plain_sgd_equals_the_ring_on_dealt_data_of_any_size(strate
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 @pytest.mark.parametrize(("size", "every", "steps"), [(2, 2, 8), (3, 5, 13), (2, 7, 7), (4, 3, 2), (1, 4, 9)])
 def test_any_interval_equals_the_plain_loop(size: int, every: int, steps: int, optimizer: str) -> None:
-    wanted = local(Crew(size, even(size), optimizer), steps, every)
+    wanted = local(Replicas(size, even(size), optimizer), steps, every)
     assert_same(ranks.run(size, lambda g: work(g, f"local:every={every}", steps, optimizer=optimizer)), wanted)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "tree", "halving", "star", "shared", "engine"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_any_collective_gives_the_same(algorithm: str, size: int) -> None:
-    wanted = local(Crew(size, uneven(size), "momentum"), 9, 4)
+    wanted = local(Replicas(size, uneven(size), "momentum"), 9, 4)
     text = f"local:every=4,algorithm={algorithm}"
     assert_same(ranks.run(size, lambda g: work(g, text, 9, uneven(size), "momentum")), wanted)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "engine"])
 def test_any_transport_gives_the_same(transport: str) -> None:
-    wanted = local(Crew(3, uneven(3), "adamw"), 9, 4, warmup=2)
+    wanted = local(Replicas(3, uneven(3), "adamw"), 9, 4, warmup=2)
     assert_same(ranks.run(3, lambda g: work(g, "local:every=4,warmup=2", 9, uneven(3), "adamw"), transport), wanted)
 
 
 def test_workers_count_by_what_job_weight_says() -> None:
     """A worker that says 0 has no say in the mean."""
-    assert_same(ranks.run(3, lambda g: work(g, "local:every=3", 10, uneven(3))), local(Crew(3, uneven(3)), 10, 3))
+    assert_same(ranks.run(3, lambda g: work(g, "local:every=3", 10, uneven(3))), local(Replicas(3, uneven(3)), 10, 3))
 
     def script(group: Group) -> list[torch.Tensor]:
         one, model = training(group, "local:every=2"), mlp(SMALL)
@@ -104,10 +104,10 @@ def test_workers_count_by_what_job_weight_says() -> None:
             optimizer.step()
         return parameters_of(model)
 
-    crew = Crew(1, lambda rank, step: batch(step).chunk(2)[0])
-    crew.step(0)
-    crew.step(1)
-    assert_same(ranks.run(2, script), crew.result())
+    replicas = Replicas(1, lambda rank, step: batch(step).chunk(2)[0])
+    replicas.step(0)
+    replicas.step(1)
+    assert_same(ranks.run(2, script), replicas.result())
 
 
 class Log:
@@ -143,19 +143,19 @@ def test_any_size_any_batch_any_number_of_workers_trains_as_the_plain_loop(seed:
         rows = [row for step in range(-(-count // 12)) for row in batch(step)][:count]
         given = (f"local:every={every},warmup={warmup}", optimizer, epochs, rows)
         logs = ranks.run(size, lambda g, given=given, cut=cut: Log(g, *given, **cut))
-        crew = Crew(size, lambda rank, step, logs=logs: logs[rank].given.get(step), optimizer)
+        replicas = Replicas(size, lambda rank, step, logs=logs: logs[rank].given.get(step), optimizer)
         begin = warmup
         for step in range(logs[0].ends[-1]):
             if step < warmup:
-                crew.step_together(step)
+                replicas.step_together(step)
             else:
-                crew.step(step)
+                replicas.step(step)
             if step + 1 in logs[0].ends or (step >= warmup and step + 1 - begin >= every):
-                crew.average()
+                replicas.average()
                 begin = max(step + 1, warmup)
         assert logs[0].ends == [(n + 1) * -(-count // cut["global_batch"]) for n in range(epochs)], case
         try:
-            assert_same([log.result for log in logs], crew.result())
+            assert_same([log.result for log in logs], replicas.result())
         except AssertionError as error:
             raise AssertionError(case) from error
 
@@ -178,7 +178,7 @@ def test_the_warm_up_equals_the_ring_and_rounds_begin_after_it(optimizer: str, s
     ring = until(6, "ring")
     assert_same(until(6, "local:every=4,warmup=6"), ring[0])
     assert_same(ranks.run(size, lambda g: work(g, "local:every=4,warmup=6", 15, uneven(size), optimizer)),
-                local(Crew(size, uneven(size), optimizer), 15, 4, warmup=6))  # fmt: skip
+                local(Replicas(size, uneven(size), optimizer), 15, 4, warmup=6))  # fmt: skip
 
 
 def test_the_interval_follows_its_schedule() -> None:
@@ -199,7 +199,7 @@ def test_the_interval_follows_its_schedule() -> None:
     def interval(step: int) -> int:
         return 5 if step >= 11 else 3 if step >= 5 else 2
 
-    assert_same(ranks.run(2, script), local(Crew(2, uneven(2), "momentum"), 23, interval))
+    assert_same(ranks.run(2, script), local(Replicas(2, uneven(2), "momentum"), 23, interval))
     assert ends == [2, 4, 6, 9, 12, 17, 22]
 
 
@@ -251,7 +251,7 @@ def test_an_accumulation_that_was_given_up_has_no_say() -> None:
             optimizer.step()
         return parameters_of(model)
 
-    assert_same(ranks.run(2, script), local(Crew(2, uneven(2)), 3, 1))
+    assert_same(ranks.run(2, script), local(Replicas(2, uneven(2)), 3, 1))
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -343,26 +343,26 @@ def test_buffers_become_their_mean_and_counts_rank_0s(strategy: str) -> None:
 @pytest.mark.parametrize("state_option", ["keep", "average", "reset"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_the_optimizers_state_is_kept_averaged_or_reset(state_option: str, optimizer: str) -> None:
-    crew = Crew(2, uneven(2), optimizer)
+    replicas = Replicas(2, uneven(2), optimizer)
     for step in range(12):
-        crew.step(step)
+        replicas.step(step)
         if step % 4 == 3:
-            seen = list(crew.seen)
-            crew.average()
+            seen = list(replicas.seen)
+            replicas.average()
             if state_option == "reset":
-                for each in crew.optimizers:
+                for each in replicas.optimizers:
                     each.state.clear()
             if state_option == "average":
-                crew.seen = seen
-                states = [list(each.state.values()) for each in crew.optimizers]
+                replicas.seen = seen
+                states = [list(each.state.values()) for each in replicas.optimizers]
                 for column in zip(*states, strict=True):
                     for key in column[0]:
-                        mean = crew.mean([kept[key] for kept in column])
+                        mean = replicas.mean([kept[key] for kept in column])
                         for kept in column:
                             kept[key].copy_(mean)
-                crew.seen = [0.0, 0.0]
+                replicas.seen = [0.0, 0.0]
     text = f"local:every=4,state={state_option}"
-    assert_same(ranks.run(2, lambda g: work(g, text, 12, uneven(2), optimizer)), crew.result())
+    assert_same(ranks.run(2, lambda g: work(g, text, 12, uneven(2), optimizer)), replicas.result())
 
 
 def test_a_state_that_only_some_have_is_averaged_over_these() -> None:
@@ -477,7 +477,7 @@ def test_it_is_said_who_left_its_loop(breaker: int, caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("strategy", SOME)
 @pytest.mark.parametrize("at", [0, 2, 4])
-def test_when_all_break_out_together_nobody_stops(strategy: str, at: int) -> None:
+def test_when_all_break_out_together_none_is_stopped(strategy: str, at: int) -> None:
     def work(worker: Worker) -> None:
         for _ in worker.one.epochs(3):
             for number, (x, y, _) in enumerate(worker.loader):
@@ -524,8 +524,8 @@ def test_max_steps_ends_all_there(strategy: str, size: int) -> None:
     "strategy", ["local:every=4", "local:every=4,warmup=5", "diloco:every=4,overlap=3", "diloco:every=6,fragments=3"]
 )
 @pytest.mark.parametrize("steps", [(5, 9, 12), (1, 8, 8), (7, 3, 2), (4, 4, 5)])
-def test_plain_loops_of_different_lengths_hang_nobody(strategy: str, steps: tuple[int, ...]) -> None:
-    """Without job.shard: whoever is done takes part in the others' rounds."""
+def test_plain_loops_of_different_lengths_do_not_hang(strategy: str, steps: tuple[int, ...]) -> None:
+    """Without job.shard: a worker that is done takes part in the others' rounds."""
 
     def script(group: Group) -> list[torch.Tensor]:
         one, model = training(group, strategy), mlp(SMALL)
@@ -571,7 +571,7 @@ def test_a_break_in_a_batch_in_which_one_has_no_samples_is_a_break_for_it_too(
 
 
 def test_one_may_depart_from_inside_of_its_loop_and_another_after_it() -> None:
-    """As two that save in different places: nobody waits in vain, whoever comes first."""
+    """As two that save in different places: no worker waits in vain, whichever comes first."""
 
     def work(worker: Worker) -> None:
         for _ in worker.one.epochs(2):
@@ -673,8 +673,10 @@ def test_skip_leaves_out_the_step_of_one_worker_and_its_samples(strategy: str) -
     found = ranks.run(2, script)
     assert all(a.equal(b) and bool(torch.isfinite(a).all()) for a, b in zip(*found, strict=True))
     if strategy == "local:every=3":
-        crew = Crew(2, lambda rank, step: None if rank == 1 and step in (1, 4) else even(2)(rank, step), "momentum")
-        assert_same(found, local(crew, 9, 3))
+        replicas = Replicas(
+            2, lambda rank, step: None if rank == 1 and step in (1, 4) else even(2)(rank, step), "momentum"
+        )
+        assert_same(found, local(replicas, 9, 3))
 
 
 @pytest.mark.cases(2)
@@ -712,7 +714,7 @@ def test_parameters_that_are_not_finite_are_named_on_every_worker(strategy: str,
 def test_a_step_that_one_workers_scaler_refuses_keeps_the_rounds_in_step(
     strategy: str, fused: bool, explicit: bool
 ) -> None:
-    """Rank 1 overflows in steps 1 and 4: nobody hangs, rounds end after the same steps, all agree afterwards."""
+    """Rank 1 overflows in steps 1 and 4: none hangs, rounds end after the same steps, all agree afterwards."""
 
     def script(group: Group) -> tuple[list[torch.Tensor], list[int]]:
         one, model = training(group, strategy), mlp(SMALL).float()
@@ -740,7 +742,7 @@ def test_a_step_that_one_workers_scaler_refuses_keeps_the_rounds_in_step(
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_in_the_warm_up_a_refused_step_is_taken_by_nobody_as_under_the_ring(fused: bool) -> None:
+def test_in_the_warm_up_a_refused_step_is_taken_by_none_as_under_the_ring(fused: bool) -> None:
     def script(group: Group, strategy: str) -> list[torch.Tensor]:
         one, model = training(group, strategy), mlp(SMALL).float()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
@@ -774,7 +776,7 @@ def test_a_scaler_that_is_switched_off_changes_nothing() -> None:
         one.depart()
         return parameters_of(model)
 
-    assert_same(ranks.run(2, script), local(Crew(2, even(2)), 7, 3))
+    assert_same(ranks.run(2, script), local(Replicas(2, even(2)), 7, 3))
 
 
 # -- rare models -----------------------------------------------------------------------------------------------------
@@ -921,17 +923,17 @@ def test_lbfgs_trains_alone_between_rounds_and_each_step_counts_once() -> None:
         one.depart()
         return parameters_of(model)
 
-    crew = Crew(2, uneven(2))
-    optimizers = [make(model, rank) for rank, model in enumerate(crew.models)]
+    replicas = Replicas(2, uneven(2))
+    optimizers = [make(model, rank) for rank, model in enumerate(replicas.models)]
     for number in range(5):
         for rank in range(2):
             x = uneven(2)(rank, number)
-            step(crew.models[rank], optimizers[rank], x)
-            crew.seen[rank] += len(x)
+            step(replicas.models[rank], optimizers[rank], x)
+            replicas.seen[rank] += len(x)
         if number % 2:
-            crew.average()
-    crew.average()
-    assert_same(ranks.run(2, script), crew.result(), rtol=1e-6)
+            replicas.average()
+    replicas.average()
+    assert_same(ranks.run(2, script), replicas.result(), rtol=1e-6)
 
 
 def test_lbfgs_refuses_a_warm_up_and_lets_a_worker_be_without_samples() -> None:
@@ -1055,7 +1057,7 @@ def test_by_time_every_sample_is_done_once_and_all_agree(strategy: str, size: in
         assert all(mine.equal(found[0][1]) for _, mine, _ in found), case
 
 
-def test_by_time_a_worker_that_gets_no_samples_of_an_epoch_keeps_nobody_waiting() -> None:
+def test_by_time_a_worker_that_gets_no_samples_of_an_epoch_keeps_none_waiting() -> None:
     """Rank 1 comes to each epoch only when rank 0 has taken all blocks of it and waits at its round, or is done."""
     taken = threading.Event()
 
@@ -1147,7 +1149,7 @@ def test_a_schedule_says_how_long_the_round_is_that_begins_there() -> None:
 
 @pytest.mark.parametrize("strategy", ["local:every=2", "diloco:every=2,overlap=1"])
 def test_a_worker_that_took_no_step_leaves_only_with_the_others(strategy: str) -> None:
-    """In a plain loop nobody knows how many steps another takes."""
+    """In a plain loop no worker knows how many steps another takes."""
 
     def script(group: Group) -> torch.Tensor:
         one, model = training(group, strategy), mlp(SMALL)
