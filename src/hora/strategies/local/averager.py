@@ -93,10 +93,13 @@ class OuterAverager(Averager):
 
     def __init__(self, registry: ParameterRegistry, all_reduce: CountedAllReduce, strategy: RoundStrategy) -> None:
         super().__init__(registry, all_reduce)
-        self._lr, self._momentum, self._overlap = strategy.outer_lr, strategy.outer_momentum, strategy.overlap
+        self._overlap = strategy.overlap
         self._compressor = Compressor(strategy.wire, strategy.topk)
         self._anchors: dict[int, torch.Tensor] = {}
-        self._optimizer: torch.optim.SGD
+        momentum = strategy.outer_momentum
+        self._optimizer = torch.optim.SGD(
+            [torch.zeros(0)], lr=strategy.outer_lr, momentum=momentum, nesterov=momentum > 0
+        )
 
     def set_anchors(self, indices: Sequence[int]) -> None:
         """Anchors that there were before keep their momentum."""
@@ -104,17 +107,16 @@ class OuterAverager(Averager):
         self._compressor.reset()
 
     def add_anchors(self, indices: Sequence[int]) -> None:
-        old = {index: self._optimizer.state[anchor] for index, anchor in self._anchors.items()} if self._anchors else {}
+        added = []
         for index, parameter in zip(indices, self._parameters(indices), strict=True):
-            # An anchor moves by less than the pseudo-gradient: in half precision it might not move at all.
-            self._anchors[index] = parameter.clone() if parameter.element_size() >= 4 else parameter.float()
-        self._optimizer = torch.optim.SGD(
-            list(self._anchors.values()) or [torch.zeros(0)],
-            lr=self._lr,
-            momentum=self._momentum,
-            nesterov=self._momentum > 0,
-        )
-        self._optimizer.state.update({self._anchors[index]: state for index, state in old.items()})
+            if index in self._anchors:
+                self._anchors[index].copy_(parameter)
+            else:
+                # An anchor moves by less than the pseudo-gradient: in half precision it might not move at all.
+                self._anchors[index] = parameter.clone() if parameter.element_size() >= 4 else parameter.float()
+                added.append(self._anchors[index])
+        if added:
+            self._optimizer.add_param_group({"params": added})
 
     def agreed(self, index: int) -> torch.Tensor:
         return self._anchors[index] if index in self._anchors else super().agreed(index)

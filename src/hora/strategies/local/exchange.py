@@ -102,7 +102,7 @@ class Exchange:
 
 
 class Exchanger:
-    """Runs the exchanges of this worker's round. Training thread only, but for `run`.
+    """Runs the exchanges of this worker's round, one at a time. Training thread only.
 
     `averager` is for parameters after the warm-up; until then, and without one, they are averaged as they are."""
 
@@ -246,8 +246,10 @@ class Exchanger:
             spans.add(spans.TRAINING, "waiting", *times[:2], what="status")
             spans.add(spans.TRAINING, "exchange", *times[1:], what="mean")
 
-    def apply(self, exchange: Exchange, late: bool) -> None:
-        """On the training thread: writes the results into the model. `late`: steps were taken since it was packed."""
+    def apply(self, exchange: Exchange) -> None:
+        """Writes the results into the model."""
+        begin = spans.clock() if spans.on else 0
+        late = self._round.num_steps > exchange.status.step  # steps were taken since it was packed
         with torch.no_grad():
             for fragment, result in exchange.results.items():
                 indices, vector = exchange.fragments[fragment], exchange.vectors[fragment]
@@ -255,6 +257,8 @@ class Exchanger:
             if exchange.mean_buffers is not None:
                 assert exchange.buffers is not None
                 self.buffer_sync.apply(exchange.buffers, exchange.mean_buffers, late)
+        if spans.on:
+            spans.add(spans.TRAINING, "settle", begin, round=self._round.num_completed + 1)
 
     def _averager_of(self, exchange: Exchange) -> Averager:
         return self._plain if exchange.in_warmup else self.averager

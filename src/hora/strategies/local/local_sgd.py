@@ -22,7 +22,6 @@ import torch
 from ...collectives import objects
 from ...collectives.group import Group
 from ...errors import HoraError, PeerLost
-from ...monitor import spans
 from ...parameters.optimizer_state import collect, load
 from ...parameters.registry import ParameterRegistry
 from ...server.embedding import server_embeddings
@@ -234,10 +233,7 @@ class LocalSync(CountsRounds, LocalGradients):  # type: ignore[misc, override]
 
     def _apply(self, exchange: Exchange) -> None:
         """Writes the results into the model, and concludes from the statuses what comes next."""
-        begin = spans.clock() if spans.on else 0
-        self._exchanger.apply(exchange, late=self._round.num_steps > exchange.status.step)
-        if spans.on:
-            spans.add(spans.TRAINING, "settle", begin, round=self.rounds + 1)
+        self._exchanger.apply(exchange)
         self._mean_steps = sum(status.step for status in exchange.statuses) / len(exchange.statuses)
         if exchange.status.leaving or not self.strategy.overlap:
             self._round.count_exchange(exchange.exchanged)
@@ -252,7 +248,7 @@ class LocalSync(CountsRounds, LocalGradients):  # type: ignore[misc, override]
         """Whether all stop. PeerLost if a worker's script ended inside its loop."""
         broke = exchange.broke(self.strategy.leased)
         if ended := [rank for rank in broke if exchange.statuses[rank].broke == ENDED]:
-            self._round.phase = Phase.FAILED
+            self._round.fail()
             text = ended_inside(self._left_its_loop(ended[0], exchange))
             raise PeerLost(f"{self._name_of(self._group.rank)}: {text}", (ended[0],), secondary=True)
         if broke or any(status.stop for status in exchange.statuses):

@@ -107,9 +107,12 @@ class Round:
         try:
             yield
         except BaseException:
-            self.phase = Phase.FAILED
+            self.fail()
             raise
         self.phase = before
+
+    def fail(self) -> None:
+        self.phase = Phase.FAILED
 
     def begin_overlapped(self) -> None:
         """The next fragment is exchanged while steps go on."""
