@@ -443,7 +443,7 @@ def test_a_bare_list_for_a_model_of_several_inputs_is_told_how() -> None:
         (b'["\xff"]', "utf-8"),
         (b"{}", "either inputs or instances"),
         (b'{"inputs": [1], "instances": [1]}', "either inputs or instances"),
-        (b'{"input": [1]}', "unknown field `input`"),
+        (b'{"input": [1]}', "has the fields 'input', expected either"),
         (b'{"inputs": 3}', "nested 0 deep"),
         (b'{"inputs": {"a": 3}}', "input 'a' is nested 0 deep"),
         (b'{"inputs": {"a": {"b": [1]}}}', "nested 0 deep"),

@@ -45,7 +45,7 @@ class RequestGuard:
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str], max_bytes: int) -> None:
         self._app = app
-        self._hosts = {_hostname(host) for host in (*allowed_hosts, *LOOPBACK_NAMES)}
+        self._hosts = {_split_host(host)[0] for host in (*allowed_hosts, *LOOPBACK_NAMES)}
         self._max_bytes = max_bytes
         self._held_bytes = 0
 
@@ -100,7 +100,7 @@ class RequestGuard:
         headers = Headers(scope=scope)
         host = headers.get("host", "")  # uvicorn rejects a second one
         reached = (scope.get("server") or [""])[0].lower().removeprefix("::ffff:")
-        if _hostname(host) not in {*self._hosts, reached} - {""}:
+        if _split_host(host)[0] not in {*self._hosts, reached} - {""}:
             raise HttpError(f"host {host[:80]!r} is not allowed; allowed: {', '.join(sorted(self._hosts))}", 403)
         origin = headers.get("origin")
         if origin is not None and not _is_same_origin(origin, host):
@@ -144,18 +144,18 @@ async def _reject(error: HttpError, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _hostname(host: str) -> str:
-    """A Host header without port and brackets, in lower case; an invalid one is returned as it is."""
+def _split_host(host: str) -> tuple[str, int | None]:
+    """Name, in lower case without brackets, and port of a Host header; an invalid one is returned as it is."""
     match = _HOST.fullmatch(host.strip().lower())
-    return (match[1] or match[2]) if match else host.lower()
+    if match is None:
+        return host.lower(), None
+    return match[1] or match[2], int(match[3]) if match[3] else None
 
 
 def _is_same_origin(origin: str, host: str) -> bool:
     """Whether `origin` has the host and port of `host`, a Host header that was found to be allowed."""
     with contextlib.suppress(ValueError):
-        page = urlsplit(origin)
+        page, (name, port) = urlsplit(origin), _split_host(host)
         default = _DEFAULT_PORTS.get(page.scheme)
-        match = _HOST.fullmatch(host.strip().lower())
-        if default is not None and page.hostname and match is not None:
-            return (page.hostname, page.port or default) == (_hostname(host), int(match[3] or default))
+        return default is not None and (page.hostname, page.port or default) == (name, port or default)
     return False

@@ -44,11 +44,6 @@ Parameters = dict[str, bool | int | float | str]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 
-class _PlainRequest(msgspec.Struct, forbid_unknown_fields=True):
-    inputs: Raw | UnsetType = UNSET
-    instances: Raw | UnsetType = UNSET
-
-
 class _InputTensor(msgspec.Struct):
     name: str
     shape: Annotated[list[Size], msgspec.Meta(min_length=1, max_length=MAX_RANK)]
@@ -81,13 +76,12 @@ class InferenceRequest(msgspec.Struct):
 
 def parse_plain(body: bytes, signature: Signature | None) -> dict[str, Value]:
     """The inputs by name; rows without a name belong to the only input."""
-    rows: Raw | UnsetType = Raw(body)
-    if _is_object(body):
-        request: _PlainRequest = decode_json(body, _PlainRequest, "the request")
-        if (request.inputs is UNSET) == (request.instances is UNSET):
-            raise HttpError("the request needs either inputs or instances")
-        rows = request.instances if request.inputs is UNSET else request.inputs
-    assert isinstance(rows, Raw)
+    rows = Raw(body)
+    if _is_object(rows):
+        fields: dict[str, Raw] = decode_json(body, dict[str, Raw], "the request")
+        if [*fields] not in (["inputs"], ["instances"]):
+            raise HttpError(f"the request has the fields {quoted(fields)}, expected either inputs or instances")
+        (rows,) = fields.values()
     datatypes = {spec.name: spec.datatype for spec in signature.inputs} if signature else {}
     if _is_object(rows):
         named: dict[str, Raw] = decode_json(rows, dict[str, Raw], "the inputs")
@@ -105,7 +99,7 @@ def encode_plain(outputs: Mapping[str, Value], version: ParameterVersion) -> byt
     return msgspec.json.encode({"outputs": lists, **msgspec.to_builtins(version)})
 
 
-def _is_object(data: bytes | Raw) -> bool:
+def _is_object(data: Raw) -> bool:
     return bytes(data).lstrip(b" \t\r\n")[:1] == b"{"
 
 
