@@ -70,7 +70,6 @@ def test_an_exchange_that_is_broken_off_fails_the_round_and_the_next_one_mends_i
     assert one.phase is Phase.FAILED
     one.reopen()
     one.take_due()
-    one.end_overlapped()
     assert one.phase is Phase.FAILED, "only an exchange, or one that is due, changes it"
     with one.exchanging():
         pass
@@ -89,7 +88,8 @@ def test_with_overlap_steps_are_taken_while_exchanging() -> None:
     one.begin_overlapped()
     assert one.phase is Phase.EXCHANGING and one.local_steps == 0 and one.samples == [0.0]
     assert stepped(one) is Phase.EXCHANGING
-    one.end_overlapped()
+    with one.exchanging():  # the wait for it
+        assert one.phase is Phase.EXCHANGING
     assert one.phase is Phase.LOCAL_STEPS
     assert [stepped(one), stepped(one)] == [Phase.LOCAL_STEPS, Phase.DUE]
 
@@ -99,7 +99,8 @@ def test_an_exchange_may_be_due_before_the_one_in_flight_has_ended() -> None:
     stepped(one)
     one.begin_overlapped()
     assert stepped(one) is Phase.DUE
-    one.end_overlapped()
+    with one.exchanging():  # the wait for it
+        assert one.phase is Phase.EXCHANGING
     assert one.phase is Phase.DUE
 
 

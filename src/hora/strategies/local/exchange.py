@@ -185,7 +185,6 @@ class Exchanger:
         exchange, begin = self.in_flight, time.perf_counter()
         with self._group.wait_scope, self._round.exchanging():
             self._handle.wait()
-        self._round.end_overlapped()
         self.in_flight = None
         self._group.transport.background = False
         if spans.on:

@@ -101,15 +101,17 @@ class Round:
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Around an exchange that this worker waits for. If it succeeds the phase is the same as before."""
-        before = Phase.LOCAL_STEPS if self.phase is Phase.FAILED else self.phase
+        """Around an exchange that this worker waits for, or the wait for an overlapped one. If it succeeds, the phase
+        is as before; one that had failed, or was overlapped, is over."""
+        over = self.phase in (Phase.FAILED, Phase.EXCHANGING)
+        after = Phase.LOCAL_STEPS if over else self.phase
         self.phase = Phase.EXCHANGING
         try:
             yield
         except BaseException:
             self.fail()
             raise
-        self.phase = before
+        self.phase = after
 
     def fail(self) -> None:
         self.phase = Phase.FAILED
@@ -118,10 +120,6 @@ class Round:
         """The next fragment is exchanged while steps go on."""
         self.phase = Phase.EXCHANGING
         self.count_exchange([self.fragment])
-
-    def end_overlapped(self) -> None:
-        if self.phase is Phase.EXCHANGING:
-            self.phase = Phase.LOCAL_STEPS
 
     def count_exchange(self, fragments: Sequence[int]) -> None:
         """Later samples belong to the next exchange of these fragments. After the last fragment a round begins."""
