@@ -8,7 +8,7 @@ import time
 
 import ranks
 from hora.collectives import Group
-from hora.worker_means import WorkerMeans
+from hora.job.worker_means import WorkerMeans
 
 
 def means(group: Group, together: bool = True) -> WorkerMeans:

@@ -9,7 +9,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .calls import (
+    from .collectives.group import Group
+    from .data import Shard
+    from .errors import HoraError, Mismatch, PeerLost, Timeout, Unauthorized
+    from .helpers import clip_grad_norm_, scale_lr
+    from .job import Job, init
+    from .job.calls import (
         all_gather,
         all_reduce,
         all_to_all,
@@ -23,12 +28,7 @@ if TYPE_CHECKING:
         scatter,
         send,
     )
-    from .collectives.group import Group
-    from .data import Shard
-    from .early_stopping import EarlyStopping
-    from .errors import HoraError, Mismatch, PeerLost, Timeout, Unauthorized
-    from .helpers import clip_grad_norm_, scale_lr
-    from .job import Job, init
+    from .job.early_stopping import EarlyStopping
     from .monitor.values import Histogram
     from .server.embedding import ServerEmbedding
     from .strategies import PS, Auto, DiLoCo, Engine, Halving, LocalSGD, Ring, Shared, Star, Tree
@@ -40,9 +40,9 @@ _HOMES = {
     "collectives": ("Group",),
     "data": ("Shard",),
     "server.embedding": ("ServerEmbedding",),
-    "early_stopping": ("EarlyStopping",),
+    "job.early_stopping": ("EarlyStopping",),
     "helpers": ("clip_grad_norm_", "scale_lr"),
-    "calls": (
+    "job.calls": (
         "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
         "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send",
     ),

@@ -23,9 +23,9 @@ from ..strategies.common.sync import CommStats
 from ..training import Training, checkpointing
 from ..training.progress import Progress
 from ..training.recorder import Recorder
-from ..worker_means import WorkerMeansRegistry
 from ..world import World, single_process_world
 from . import roles
+from .worker_means import WorkerMeansRegistry
 
 if TYPE_CHECKING:
     from ..serve.publisher import Publisher

@@ -8,7 +8,7 @@ import threading
 
 import msgspec
 
-from .coordinator import CoordinatorConnection, CoordinatorEvent
+from ..coordinator import CoordinatorConnection, CoordinatorEvent
 
 FIRST_S = 1.0  # at the first call: how long to wait for values of all workers; later only those that came are expected
 WAIT_S = 0.25  # at later calls, where workers step together

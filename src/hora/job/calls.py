@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .collectives.group import Group
+from ..collectives.group import Group
 from .job import current
 
 
