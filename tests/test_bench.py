@@ -33,7 +33,7 @@ def test_bench_allreduce_writes_a_line_per_name_and_size(tmp_path: pathlib.Path,
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     names = {row["name"] for row in rows}
-    wanted = {"shared/registered", "shared", "auto", "gloo"}
+    wanted = {"shared", "auto", "gloo"}
     wanted |= {f"{a}/{t}" for a in ("ring", "tree", "halving", "star") for t in ("shm", "tcp")}
     assert names == wanted | ({"mpi"} if mpi else set())
     assert len(rows) == 2 * len(names)

@@ -27,7 +27,7 @@ def test_a_host_that_nobody_knows_has_no_route() -> None:
 def test_an_interface_is_found_by_name_by_network_and_by_address() -> None:
     assert interface.addresses()["lo"] == "127.0.0.1"
     for words in ("lo", "127.0.0.0/8", "127.0.0.1"):
-        assert interface.named(words) == "127.0.0.1"
+        assert interface.address_on(words) == "127.0.0.1"
     assert interface.name_of("127.0.0.1") == "lo"
     assert interface.name_of("203.0.113.9") == ""
 
@@ -35,7 +35,7 @@ def test_an_interface_is_found_by_name_by_network_and_by_address() -> None:
 @pytest.mark.parametrize("words", ["ib7", "203.0.113.0/24", "203.0.113.9", ""])
 def test_one_that_is_not_here_is_refused_with_those_that_are(words: str) -> None:
     with pytest.raises(ValueError, match=rf"no interface here is '{words}'; there are: .*lo \(127\.0\.0\.1\)"):
-        interface.named(words)
+        interface.address_on(words)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def outward_inside(host: str, *setup: str, name: str = "localhost") -> str:
     """What a process finds on that host, after these commands of `ip` there."""
     for command in setup:
         subprocess.run(["ip", "-n", host, *command.split()], check=True, timeout=20)
-    code = f"from hora.net import interface; print(interface.outward({name!r}))"
+    code = f"from hora.net import interface; print(interface.reachable_address({name!r}))"
     done = subprocess.run(
         ["ip", "netns", "exec", host, sys.executable, "-c", code], capture_output=True, text=True, timeout=50
     )

@@ -12,8 +12,8 @@ from hora.job.worker_means import WorkerMeans
 
 
 def means(group: Group, together: bool = True) -> WorkerMeans:
-    made = WorkerMeans(group._control, group.rank, group.size, "test", together)
-    group._control.subscribe(made.on_event)
+    made = WorkerMeans(group.control, group.rank, group.size, "test", together)
+    group.control.subscribe(made.on_event)
     group.barrier()  # all listen
     return made
 
@@ -40,7 +40,7 @@ def test_a_worker_that_ends_is_not_counted_any_more() -> None:
         mine = means(group)
         found = mine.add(float(group.rank))
         if group.rank == 2:
-            group._control.leave()
+            group.control.leave()
             ended.set()
             return found
         ended.wait(10)

@@ -34,7 +34,7 @@ def training(group: Group, strategy: str = "shared", history: str = "", **option
     chosen = parse(strategy.removesuffix(f"/{servers}"))
     if chosen.uses_servers:
         options["context"] = RunContext(
-            control=group._control,
+            control=group.control,
             token=ranks.TOKEN,
             rank=group.rank,
             size=group.size,
@@ -44,14 +44,14 @@ def training(group: Group, strategy: str = "shared", history: str = "", **option
             history=history,
             timeout_s=group.transport.spec.timeout_s,
         )
-    made = Training(group, group._control, chosen, **options)
+    made = Training(group, group.control, chosen, **options)
     _open.append(made)
     return made
 
 
 def data_service(one: Training, group: Group, leased: bool) -> DataService:
     """As a job's: for shard(..., service=)."""
-    context = RunContext(control=group._control, rank=one.rank, token=ranks.TOKEN, timeout_s=20.0)
+    context = RunContext(control=group.control, rank=one.rank, token=ranks.TOKEN, timeout_s=20.0)
     return DataService(context, leased=leased, last=one.last_epoch, idle=one.idle)
 
 

@@ -12,7 +12,7 @@ from hora.coordinator import CoordinatorEvent, Member
 from hora.errors import HoraError
 
 OTHER = Member("worker", 0, "here", 1)
-THEIRS = WaitState("gradients", 4, "the exchange of gradients of step 4", {"gradients": 4, "job": 3})
+THEIRS = WaitState("gradients", 4, "while averaging gradients in step 4", {"gradients": 4, "job": 3})
 
 
 class Connection:
@@ -40,24 +40,24 @@ def detector(found: list[HoraError]) -> tuple[DeadlockDetector, Any]:
 
 def test_a_rank_that_waits_in_a_call_that_the_other_has_not_begun_raises_and_answers(found: list[HoraError]) -> None:
     mine, connection = detector(found)
-    with mine.scope("job", lambda: "all_reduce", lambda: False):
-        mine.hear(event(THEIRS))
-        mine.hear(event(THEIRS))
-    assert len(found) == 1 and "waits in all_reduce while" in str(found[0]) and "step 4" in str(found[0])
-    assert [state.place for state in connection.sent] == ["job"], "the other compares it with its own state"
+    with mine.scope("job", lambda: "in all_reduce", lambda: False):
+        mine.on_event(event(THEIRS))
+        mine.on_event(event(THEIRS))
+    assert len(found) == 1 and "waits in all_reduce and" in str(found[0]) and "step 4" in str(found[0])
+    assert [state.scope for state in connection.sent] == ["job"], "the other compares it with its own state"
 
 
 def test_what_another_rank_said_before_this_one_waited_is_not_held_against_it(found: list[HoraError]) -> None:
     mine, connection = detector(found)
-    mine.hear(event(THEIRS))
-    with mine.scope("job", lambda: "all_reduce", lambda: False):
+    mine.on_event(event(THEIRS))
+    with mine.scope("job", lambda: "in all_reduce", lambda: False):
         mine.on_long_wait()
     assert found == [] and len(connection.sent) == 1
 
 
 def test_a_wait_that_was_aborted_is_no_wait(found: list[HoraError]) -> None:
     mine, connection = detector(found)
-    with mine.scope("job", lambda: "all_reduce", lambda: True):
-        mine.hear(event(THEIRS))
+    with mine.scope("job", lambda: "in all_reduce", lambda: True):
+        mine.on_event(event(THEIRS))
         mine.on_long_wait()
     assert found == [] and connection.sent == []

@@ -37,7 +37,7 @@ def values(form: VectorLayout, rank: int, turn: int, number: int) -> torch.Tenso
 
 
 def cut(form: VectorLayout, flat: torch.Tensor) -> list[torch.Tensor]:
-    return [flat[at : at + length] for _, at, length in form.lanes]
+    return [flat[at : at + length] for _, at, length in form.shards]
 
 
 def in_parts(group: Group, work: Callable[[], Any]) -> Any:
@@ -65,12 +65,12 @@ def test_sums_are_exact(size: int, dtype: torch.dtype, keep: bool) -> None:
                 box.finish()
 
             in_parts(group, work)
-            assert box.suspects() == []
+            assert box.nonfinite_shards() == []
             group.barrier("everybody has read it")
             for number, form in enumerate(forms):
                 everybody = [values(form, rank, turn, number) for rank in range(size)]
                 total = sum(part.double() for part in everybody).to(dtype)
-                for (owner, at, length), found in zip(form.lanes, cut(form, mine[number]), strict=True):
+                for (owner, at, length), found in zip(form.shards, cut(form, mine[number]), strict=True):
                     own = keep or owner == group.rank
                     wanted = total if own else everybody[group.rank]
                     assert torch.equal(found, wanted[at : at + length])
@@ -138,7 +138,7 @@ def test_forms_may_be_posted_in_any_common_order_and_not_all(keep: bool) -> None
             for number in order:
                 total = sum(values(forms[number], rank, turn, number) for rank in range(3))
                 for (owner, at, length), found in zip(
-                    forms[number].lanes, cut(forms[number], mine[number]), strict=True
+                    forms[number].shards, cut(forms[number], mine[number]), strict=True
                 ):
                     if keep or owner == group.rank:
                         assert torch.equal(found, total[at : at + length])
@@ -164,7 +164,7 @@ def test_the_owner_finds_who_sent_what_is_not_finite(dtype: torch.dtype, keep: b
             box.finish()
 
         in_parts(group, work)
-        found = [(number, lane, box.culprits(number, lane)) for number, lane in box.suspects()]
+        found = [(number, lane, box.nonfinite_ranks(number, lane)) for number, lane in box.nonfinite_shards()]
         group.barrier("everybody has looked")
         return found
 

@@ -16,14 +16,14 @@ def traffic(size: int, algorithm: str, numel: int) -> list[tuple[list[int], list
     def work(group: Group) -> tuple[list[int], list[int], int]:
         messages, sent = list(group.transport.sent_messages), list(group.transport.sent_bytes)
         added = 0
-        take = group.take
+        take = group.recv_chunk
 
-        def counting(peer: int, flat: torch.Tensor, land: object = None) -> object:
+        def counting(peer: int, flat: torch.Tensor, combine: object = None) -> object:
             nonlocal added
-            added += flat.numel() if land is not None else 0
-            return take(peer, flat, land)  # type: ignore[arg-type]
+            added += flat.numel() if combine is not None else 0
+            return take(peer, flat, combine)  # type: ignore[arg-type]
 
-        group.take = counting  # type: ignore[method-assign, assignment]
+        group.recv_chunk = counting  # type: ignore[method-assign, assignment]
         group.all_reduce(torch.ones(numel), algorithm=algorithm)
         return (
             [a - b for a, b in zip(group.transport.sent_messages, messages, strict=True)],

@@ -266,7 +266,7 @@ def test_strangers_on_a_servers_port_are_refused_and_the_training_is_unharmed(
         steps(0, 3)
         for number, stranger in enumerate(STRANGERS):
             if group.rank == 0 and visited:
-                host, port, _ = group._control.get("ps/0", 5.0).decode().split()
+                host, port, _ = group.control.get("ps/0", 5.0).decode().split()
                 layout = one.sync._client.layout
                 hello = messages.WorkerHello(0, "", layout.fingerprint, one.sync.registry.entries())
                 before = len(caplog.records)

@@ -237,7 +237,7 @@ def test_zip_of_two_leased_loaders_of_different_length_ends_for_all() -> None:
         model = net()
         optimizer = sgd(model)
         one.prepare(model, optimizer)
-        context = RunContext(control=group._control, rank=one.rank, token=ranks.TOKEN, timeout_s=10.0)
+        context = RunContext(control=group.control, rank=one.rank, token=ranks.TOKEN, timeout_s=10.0)
         service = DataService(context, leased=True, last=one.last_epoch, idle=idle_and_say)
         a, b = (one.adopt(shard(data(count), one, service=service, batch_size=2)) for count in (6, 4))
         seen = []

@@ -16,7 +16,7 @@ from hora.collectives import Group
 from hora.errors import HoraError, PeerLost, Timeout
 from hora.transport import tcp
 from hora.transport.base import COLLECTIVES, POINT_TO_POINT
-from hora.world import World
+from hora.transport.context import TransportContext
 from ranks import Run, failures, run
 
 
@@ -26,10 +26,10 @@ def test_a_message_arrives_as_it_was_sent(transport: str) -> None:
         for numel in (0, 1, 7, 4096, 300_001):
             data = torch.arange(numel, dtype=torch.float32)
             if group.rank == 0:
-                link.send(1, data, stamp=numel).wait()
+                link.send(1, data, fingerprint=numel).wait()
             else:
                 got = torch.full((numel,), -1.0)
-                link.recv(0, got, stamp=numel).wait()
+                link.recv(0, got, fingerprint=numel).wait()
                 assert torch.equal(got, data)
 
     run(2, work, transport)
@@ -52,13 +52,13 @@ def test_every_dtype_travels(transport: str, dtype: torch.dtype) -> None:
 def test_messages_between_two_ranks_keep_their_order(transport: str) -> None:
     def work(group: Group) -> None:
         if group.rank == 0:
-            sends = [group.transport.send(1, torch.full((3,), float(i)), stamp=i) for i in range(20)]
+            sends = [group.transport.send(1, torch.full((3,), float(i)), fingerprint=i) for i in range(20)]
             for handle in sends:
                 handle.wait()
         else:
             for i in range(20):
                 got = torch.zeros(3)
-                group.transport.recv(0, got, stamp=i).wait()
+                group.transport.recv(0, got, fingerprint=i).wait()
                 assert got.tolist() == [i] * 3
 
     run(2, work, transport)
@@ -100,20 +100,20 @@ def test_landing_reduces_in_pieces_instead_of_replacing(transport: str) -> None:
             group.transport.send(1, data).wait()
         else:
             total = torch.ones(500_000)
-            group.transport.recv(0, total, land=lambda part, piece: part.add_(piece)).wait()
+            group.transport.recv(0, total, combine=lambda part, piece: part.add_(piece)).wait()
             assert torch.equal(total, data + 1)
 
     run(2, work, transport)
 
 
-def test_a_foreign_stamp_is_refused_before_data_lands(transport: str) -> None:
+def test_another_fingerprint_is_refused_before_data_is_written(transport: str) -> None:
     landed = torch.zeros(8)
 
     def work(group: Group) -> None:
         if group.rank == 0:
-            group.transport.send(1, torch.ones(8), stamp=5)
+            group.transport.send(1, torch.ones(8), fingerprint=5)
         else:
-            group.transport.recv(0, landed, stamp=6).wait()
+            group.transport.recv(0, landed, fingerprint=6).wait()
 
     errors = failures(2, lambda group: group.barrier() or work(group), transport)
     assert isinstance(errors[1], HoraError)
@@ -239,33 +239,6 @@ def test_registered_memory_is_seen_by_all(sharing: str) -> None:
 
 
 @SHARING
-def test_the_whole_shows_every_ranks_share_of_its_own_part(sharing: str) -> None:
-    def work(group: Group) -> None:
-        for numel in (1, 1000, 5000, 100_000):
-            memory = group.buffer(f"woven {numel}", numel, torch.int32)
-            memory.mine.fill_(group.rank + 1)
-            group.barrier()
-            expected = torch.cat([torch.full((stop - start,), r + 1) for r, (start, stop) in enumerate(memory.shares)])
-            assert torch.equal(memory.whole, expected.int())
-
-    run(3, work, sharing)
-
-
-@SHARING
-def test_memory_is_claimed_once_all_have_released_it(sharing: str) -> None:
-    def work(group: Group) -> None:
-        memory = group.buffer("refilled", 3000, torch.float32)
-        for turn in range(200):
-            memory.claim()
-            memory.mine.fill_(turn + group.rank)
-            result = group.all_reduce_registered(memory)
-            assert bool((result == 3 * turn + 3).all())
-            memory.release()
-
-    run(3, work, sharing)
-
-
-@SHARING
 def test_two_buffers_do_not_disturb_each_other(sharing: str) -> None:
     def work(group: Group) -> None:
         one, two = group.buffer("one", 10, torch.float32), group.buffer("two", 10, torch.float32)
@@ -278,13 +251,13 @@ def test_two_buffers_do_not_disturb_each_other(sharing: str) -> None:
 
 
 @SHARING
-def test_a_stamp_is_kept_until_two_turns_later(sharing: str) -> None:
+def test_a_fingerprint_is_kept_until_two_epochs_later(sharing: str) -> None:
     def work(group: Group) -> None:
-        memory = group.buffer("stamps", 1, torch.float32)
+        memory = group.buffer("fingerprints", 1, torch.float32)
         for turn in range(6):
             memory.signal(4 * turn + 1, 100 + turn)
             memory.await_all(4 * turn + 1)
-            assert memory.stamp_of(1 - group.rank, 4 * turn + 1) == 100 + turn
+            assert memory.fingerprint_of(1 - group.rank, 4 * turn + 1) == 100 + turn
             memory.signal(4 * turn + 2)
             memory.await_all(4 * turn + 2)
 
@@ -320,7 +293,12 @@ def test_a_rank_that_cannot_be_reached_is_named_with_the_address_that_was_tried(
     monkeypatch.setattr("hora.transport.tcp.connect", functools.partial(tcp.connect, timeout_s=0.3))
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    monkeypatch.setattr(World, "_tcp_address", lambda world, rank: ("127.0.0.1", port))
+    published = TransportContext.published
+
+    def elsewhere(context: TransportContext, rank: int, name: str) -> bytes:
+        return f"127.0.0.1 {port}".encode() if name == "tcp" else published(context, rank, name)
+
+    monkeypatch.setattr(TransportContext, "published", elsewhere)
 
     def work(group: Group) -> None:
         if group.rank == 0:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,15 @@ from hora.net.handshake import NONCE_BYTES, PROOF_BYTES, connect
 from hora.transport import GroupSpec
 from hora.transport.base import COLLECTIVES, NUM_CHANNELS, POINT_TO_POINT
 from hora.transport.tcp import HEADER, INTRODUCTION, MAGIC, PURPOSE, TcpListener, TcpTransport
+from hora.world import World
 from ranks import TOKEN, Run
 
 LIMIT_S = 4.0  # a stranger is dropped after 2 s: as much again for a busy machine
 GENERATION, GROUP = 1, 0  # of the first group of a run
+
+
+def port_of(world: World) -> Any:
+    return world._transports.resources.get("tcp")
 
 
 class Dance:
@@ -52,7 +58,7 @@ class Dance:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        return [world._listener.address for world in self.run.worlds if world and world._listener]
+        return [port_of(world).address for world in self.run.worlds if world and port_of(world)]
 
     def goes_on(self) -> bool:
         seen = self.num_rounds
@@ -148,9 +154,9 @@ def test_a_silent_crowd_delays_the_first_message_by_seconds_at_most() -> None:
     run = Run(2, "tcp").start(work)
     assert _eventually(lambda: all(run.worlds))
     crowd = [
-        socket.create_connection(world._listener.address)
+        socket.create_connection(port_of(world).address)
         for world in run.worlds
-        if world and world._listener
+        if world and port_of(world)
         for _ in range(100)
     ]
     started = time.monotonic()
@@ -197,7 +203,7 @@ def test_a_few_hundred_short_connections_change_nothing_and_leave_nothing() -> N
 def test_a_wrong_introduction_that_came_early_does_not_break_the_group_it_names() -> None:
     port = TcpListener(TOKEN, "127.0.0.1")
     early = [impostor(port.address, rank) for rank in (7, 1, 1)]
-    assert _eventually(lambda: sum(map(len, port._parked.values())) == 3)
+    assert _eventually(lambda: sum(map(len, port._early.values())) == 3)
     members = tuple(Member("worker", rank, "test", os.getpid()) for rank in range(2))
     spec = GroupSpec(rank=0, members=members, generation=GENERATION, group=GROUP)
     transport = TcpTransport(spec, port, lambda peer: port.address)
@@ -212,25 +218,25 @@ def test_a_wrong_introduction_that_came_early_does_not_break_the_group_it_names(
 def test_a_connection_for_a_group_that_never_comes_ends_with_the_port() -> None:
     port = TcpListener(TOKEN, "127.0.0.1")
     early = impostor(port.address, 1, group=99)
-    assert _eventually(lambda: bool(port._parked))
+    assert _eventually(lambda: bool(port._early))
     port.close()
     assert dropped(early)
     with pytest.raises(HoraError, match="closed"):
         mine, theirs = socket.socketpair()
         with mine, theirs:
             mine.sendall(INTRODUCTION.pack(GENERATION, GROUP, 1, 0))
-            port._welcome(theirs)
+            port._on_connection(theirs)
 
 
-def header(length: int, stamp: int = 5, magic: bytes = MAGIC, generation: int = GENERATION) -> bytes:
-    return HEADER.pack(magic, generation, GROUP, POINT_TO_POINT, stamp, length)
+def header(length: int, fingerprint: int = 5, magic: bytes = MAGIC, generation: int = GENERATION) -> bytes:
+    return HEADER.pack(magic, generation, GROUP, POINT_TO_POINT, fingerprint, length)
 
 
 FALSE_MESSAGES = {
     "an oversized length": (header(1 << 62), Mismatch),
     "the largest length": (header((1 << 64) - 1), Mismatch),
     "a length too small": (header(3), Mismatch),
-    "another stamp": (header(4000, stamp=6), Mismatch),
+    "another fingerprint": (header(4000, fingerprint=6), Mismatch),
     "another magic": (header(4000, magic=b"XXXX"), Mismatch),
     "another generation": (header(4000, generation=GENERATION + 1), Mismatch),
     "random bytes": (random.Random(2).randbytes(4096), Mismatch),
@@ -248,12 +254,12 @@ def test_a_false_message_is_an_error_that_names_the_peer_and_allocates_nothing(w
     def work(group: Group) -> None:
         if group.rank == 0:
             memory.append(_resident_bytes())
-            group.transport.recv(1, torch.zeros(1000), POINT_TO_POINT, stamp=5).wait()
+            group.transport.recv(1, torch.zeros(1000), POINT_TO_POINT, fingerprint=5).wait()
 
     run = Run(2, "tcp").start(work)
     assert _eventually(lambda: bool(memory))
-    assert run.worlds[0] and run.worlds[0]._listener
-    with impostor(run.worlds[0]._listener.address, 1, POINT_TO_POINT) as sock:
+    assert run.worlds[0] and port_of(run.worlds[0])
+    with impostor(port_of(run.worlds[0]).address, 1, POINT_TO_POINT) as sock:
         if data:
             sock.sendall(data)
         if expected is PeerLost:
@@ -269,12 +275,12 @@ def test_a_false_message_is_an_error_that_names_the_peer_and_allocates_nothing(w
 def test_a_message_that_never_ends_is_waited_for_until_the_timeout_and_the_peer_named(num_bytes: int) -> None:
     def work(group: Group) -> None:
         if group.rank == 0:
-            group.transport.recv(1, torch.zeros(1000), POINT_TO_POINT, stamp=5).wait()
+            group.transport.recv(1, torch.zeros(1000), POINT_TO_POINT, fingerprint=5).wait()
 
     run = Run(2, "tcp", timeout_s=1.0).start(work)
     assert _eventually(lambda: run.worlds[0] is not None)
-    assert run.worlds[0] and run.worlds[0]._listener
-    with impostor(run.worlds[0]._listener.address, 1, POINT_TO_POINT) as sock:
+    assert run.worlds[0] and port_of(run.worlds[0])
+    with impostor(port_of(run.worlds[0]).address, 1, POINT_TO_POINT) as sock:
         sock.sendall((header(4000) + bytes(4000))[:num_bytes])
         run.finish()
     assert isinstance(run.errors[0], Timeout) and "rank 1" in str(run.errors[0])
@@ -292,8 +298,8 @@ def test_a_false_message_inside_a_collective_ends_it_on_every_rank() -> None:
 
     run = Run(3, "tcp").start(work)
     assert called.wait(10.0) and _eventually(lambda: all(run.worlds))
-    assert run.worlds[0] and run.worlds[0]._listener
-    with impostor(run.worlds[0]._listener.address, 1) as sock:
+    assert run.worlds[0] and port_of(run.worlds[0])
+    with impostor(port_of(run.worlds[0]).address, 1) as sock:
         sock.sendall(HEADER.pack(MAGIC, GENERATION, GROUP, COLLECTIVES, 0, 1 << 60))
         assert _eventually(lambda: run.errors[0] is not None)
         shown.set()
@@ -312,8 +318,8 @@ def test_a_peer_that_is_gone_before_the_first_message_to_it_is_lost_and_not_dial
     def work(group: Group) -> float:
         if group.rank == 1:
             world = run.worlds[1]
-            assert world and world._listener
-            world._listener.close()
+            assert world and port_of(world)
+            port_of(world).close()
             gone.set()
             return 0.0
         gone.wait(20.0)

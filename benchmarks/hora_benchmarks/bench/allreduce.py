@@ -18,7 +18,7 @@ from hora_benchmarks.bench import bench_table
 
 from . import peers
 
-OURS = ["shared/registered", "auto"]
+OURS = ["auto"]
 PEERS = ["gloo", "mpi"]
 
 

@@ -15,7 +15,6 @@ import torch
 import hora
 from hora.collectives import Group
 from hora.job import Job
-from hora.transport import RegisteredBuffer
 from hora_benchmarks.bench import peers
 
 BATCH_S = 1e-3  # a batch of calls takes about this long, so that the clock's resolution does not matter
@@ -23,12 +22,11 @@ ALGORITHMS = ("ring", "tree", "halving", "star")
 
 
 class Candidate:
-    """Something that all-reduces. `call(tensor)` runs it and returns where the result is."""
+    """Something that all-reduces. `call(tensor)` runs it, in place."""
 
-    def __init__(self, name: str, call: Callable[[Any], Any], registered: bool = False) -> None:
+    def __init__(self, name: str, call: Callable[[Any], Any]) -> None:
         self.name = name
         self.call = call
-        self.registered = registered
         self.batch = 1
         self.seconds: list[float] = []
 
@@ -39,7 +37,6 @@ def candidates(job: Job) -> tuple[list[Candidate], Callable[[], None]]:
     assert tcp is not None
     found: list[Candidate] = []
     if group.transport.shares_memory:
-        found.append(Candidate("shared/registered", lambda memory: _registered(group, memory), True))
         found.append(Candidate("shared", lambda t: group.all_reduce(t, algorithm="shared")))
     found.append(Candidate("auto", lambda t: group.all_reduce(t)))
     for over in (group, tcp):
@@ -56,45 +53,22 @@ def candidates(job: Job) -> tuple[list[Candidate], Callable[[], None]]:
     return found, end
 
 
-def _registered(group: Group, memory: RegisteredBuffer) -> torch.Tensor:
-    """As a training step does: reduce, read the result in place, and release the memory for the next values."""
-    memory.claim()
-    result = group.all_reduce_registered(memory)
-    memory.release()
-    return result
-
-
-def verify(group: Group, candidate: Candidate, data: Any, tensor: torch.Tensor, salt: int) -> None:
+def verify(group: Group, candidate: Candidate, tensor: torch.Tensor, salt: int) -> None:
     """One untimed call with checked sums; a wrong sum ends the benchmark."""
-    if candidate.registered:
-        data.claim()
     tensor.fill_(group.rank + salt)
-    result = candidate.call(data)
-    where = result if candidate.registered else tensor
+    candidate.call(tensor)
     expected = sum(range(group.size)) + salt * group.size
-    if not bool((where == expected).all()):
-        raise SystemExit(f"{candidate.name} gave a wrong sum: {where[:4].tolist()}…, expected {expected}")
+    if not bool((tensor == expected).all()):
+        raise SystemExit(f"{candidate.name} gave a wrong sum: {tensor[:4].tolist()}…, expected {expected}")
     group.barrier()
     tensor.zero_()
 
 
 def measure(group: Group, those: list[Candidate], num_bytes: int, repeats: int) -> None:
-    numel = num_bytes // 4
-    ordinary = torch.zeros(numel).fill_(0)
-    registered = None
-    if any(c.registered for c in those):
-        registered = group.buffer(f"bench/{num_bytes}", numel, torch.float32)
-
-    def data_of(candidate: Candidate) -> tuple[Any, torch.Tensor]:
-        if candidate.registered:
-            assert registered is not None
-            return registered, registered.mine
-        return ordinary, ordinary
-
+    data = torch.zeros(num_bytes // 4).fill_(0)
     for candidate in those:  # warm-up, and how many calls fill a batch
-        data, tensor = data_of(candidate)
         candidate.seconds = []
-        verify(group, candidate, data, tensor, 1)
+        verify(group, candidate, data, 1)
         begin = time.perf_counter()
         for _ in range(3):
             candidate.call(data)
@@ -104,9 +78,8 @@ def measure(group: Group, those: list[Candidate], num_bytes: int, repeats: int) 
     for round in range(repeats):
         if round % 7 == 3:
             for candidate in those:
-                verify(group, candidate, *data_of(candidate), round)
+                verify(group, candidate, data, round)
         for candidate in those:
-            data, _ = data_of(candidate)
             call, batch = candidate.call, candidate.batch
             for _ in range(1 + batch // 4):  # brings its data back into the cache and wakes idle connections
                 call(data)
@@ -119,8 +92,8 @@ def measure(group: Group, those: list[Candidate], num_bytes: int, repeats: int) 
 
 def core_distance_ns(group: Group, memory: Any, pings: int = 2000) -> float:
     """How long a flag takes from rank 0's core to rank 1's and back, halved, in this interpreter; 0 elsewhere."""
-    base = memory.turn
-    memory.turn = base + 2 * pings
+    base = memory.epoch
+    memory.epoch = base + 2 * pings
     if group.rank > 1:
         return 0.0
     peer = 1 - group.rank

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 Row = dict[str, Any]
-STRONG = {"shared/registered": "tab:blue", "auto": "tab:red", "gloo": "tab:orange", "mpi": "tab:green"}
+STRONG = {"auto": "tab:red", "gloo": "tab:orange", "mpi": "tab:green"}
 
 
 def size_text(num_bytes: int) -> str:

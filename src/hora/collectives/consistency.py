@@ -1,13 +1,13 @@
-"""Accord: sees to it that the ranks of a group mean the same calls, and says so when they do not.
+"""ConsistencyChecker: detects that the ranks of a group make different calls, and aborts the group with one message.
 
-Every call is numbered and gets a *stamp*, its 64-bit fingerprint (number, operation, shape, dtype, name, group,
-generation). Transports carry it in every message and compare it; where ranks wait for each other without a message
-between them, the coordinator's line carries the question. Whoever knows both sides tells everybody the same sentence,
-and the group is aborted with it on every rank.
+Every call is numbered and has a 64-bit *fingerprint* (of its number, operation, shape, dtype, name, group, generation).
+Transports send it with every message and compare it; where ranks wait for each other without a message between them,
+they compare it through the coordinator. The rank that knows both sides sends the same error to all, and the group is
+aborted with it on every rank.
 
-The last `KEPT` calls are on record, so that a rank which has gone on can still answer.
+The last `KEPT` calls are recorded, so that a rank which has gone on can still answer.
 
-The parts that a group is made of (see Hierarchy) have deputies: what goes wrong in a part is the whole group's affair.
+A part of a group (hierarchy.py) has a SubgroupChecker: what goes wrong in the part aborts the whole group.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from ..transport.base import POINT_TO_POINT
 log = logging.getLogger(__name__)
 
 KEPT = 64
-ASK_S = 0.7  # how long a rank that met a foreign stamp waits to learn what the other side called
+ASK_S = 0.7  # how long a rank that received another fingerprint waits to learn what the other side called
 _MASK = (1 << 64) - 1
-_SPREAD = 0x9E3779B97F4A7C15  # odd: call numbers give stamps that lie far apart
+_SPREAD = 0x9E3779B97F4A7C15  # odd: successive call numbers give fingerprints that are far apart
+
+RULE = "All ranks must make the same calls in the same order"
 
 
 class CallPlan:
-    """What calls with equal arguments share: how they run, the words for them and the root of their stamps."""
+    """What calls with equal arguments share: how they run, their description, and the base of their fingerprints."""
 
     __slots__ = ("base", "run", "text")
 
@@ -45,13 +47,13 @@ class CallPlan:
 
 
 class CallNotice(msgspec.Struct, array_like=True):
-    """What ranks tell each other about their calls. `kind`: wait, letter, or the name of an error that ends it."""
+    """What ranks send each other about their calls. `kind`: wait, message, or the name of an error that ends it."""
 
     kind: str
     number: int = 0
-    stamp: int = 0
+    fingerprint: int = 0
     text: str = ""
-    ranks: tuple[int, ...] = ()  # whom a PeerLost is about
+    ranks: tuple[int, ...] = ()  # those that a PeerLost names
 
     def error(self) -> HoraError | None:
         kinds: dict[str, type[HoraError]] = {kind.__name__: kind for kind in (HoraError, Mismatch, PeerLost, Timeout)}
@@ -62,51 +64,51 @@ class CallNotice(msgspec.Struct, array_like=True):
 
 
 class ConsistencyChecker(WaitObserver):
-    """One rank's side of it. `number` and `stamp` are those of the call under way."""
+    """One rank's side of it. `number` and `fingerprint` are those of the call in progress."""
 
     def __init__(self, transport: Transport, control: CoordinatorConnection) -> None:
-        self.transports = [transport]  # the group's own first, then its engines and those of its parts
+        self.transports = [transport]  # the group's own first, then those of its engines and parts
         self.number = 0
-        self.stamp = 0
+        self.fingerprint = 0
+        self.describe: Callable[[], str | None] = lambda: None  # what the calls are for
+        self.on_long_wait: Callable[[], None] = lambda: None
         self._transport = transport
         self._control = control
         self._others = [peer for peer in range(transport.size) if peer != transport.rank]
-        self._ranks = {member.rank: index for index, member in enumerate(transport.spec.members)}
         self._calls: list[tuple[int, int, CallPlan] | None] = [None] * KEPT
         self._ahead: dict[int, tuple[int, int, str]] = {}  # calls that others have reached and we have not
-        self.on_long_wait: Callable[[], None] = lambda: None  # a wait has lasted for a moment
-        self._sent: dict[tuple[int, int], int] = {}
-        self._letters: dict[tuple[int, int, int], str] = {}
-        transport.watcher = self
+        self._num_messages: dict[tuple[int, int], int] = {}
+        self._messages: dict[tuple[int, int, int], str] = {}
+        transport.observer = self
 
-    def include(self, transport: Transport, watcher: WaitObserver) -> None:
-        """From now on this transport, over the same ranks or some of them, ends when the group ends."""
-        transport.watcher = watcher
+    def include(self, transport: Transport, observer: WaitObserver) -> None:
+        """From now on this transport, over the same ranks or some of them, is aborted with the group."""
+        transport.observer = observer
         self.transports.append(transport)
-        if self._transport.cause is not None:  # it came in between
+        if self._transport.cause is not None:  # aborted meanwhile
             transport.abort(self._transport.cause)
         for peer, reason in list(self._transport.gone.items()):
-            self._leave(transport, self._transport.spec.members[peer].rank, reason)
+            self._mark_left(transport, self._transport.spec.members[peer].rank, reason)
 
-    # -- keeping the record ----------------------------------------------------------------------------------------
+    # -- recording calls ---------------------------------------------------------------------------------------------
 
     def begin(self, plan: CallPlan) -> None:
-        """Puts the next call on record, before the first message of it leaves."""
+        """Records the next call, before its first message is sent."""
         self._transport.check()
         self.number = number = self.number + 1
-        self.stamp = stamp = (plan.base + number * _SPREAD) & _MASK
-        self._calls[number % KEPT] = (number, stamp, plan)
+        self.fingerprint = fingerprint = (plan.base + number * _SPREAD) & _MASK
+        self._calls[number % KEPT] = (number, fingerprint, plan)
         if self._ahead:
-            peer, theirs, text = self._ahead.pop(number, (0, stamp, ""))
-            if theirs != stamp:
-                self._dispute(peer, f"called {text} as call {number}", plan.text)
+            peer, theirs, text = self._ahead.pop(number, (0, fingerprint, ""))
+            if theirs != fingerprint:
+                self._abort_mismatch(peer, f"called {text} as call {number}", plan.text)
                 self._transport.check()
 
-    def letter(self, source: int, target: int, plan: CallPlan) -> int:
-        """The stamp of the next point-to-point message from source to target."""
-        number = self._sent[source, target] = self._sent.get((source, target), 0) + 1
-        self._letters[source, target, number] = plan.text
-        self._letters.pop((source, target, number - KEPT), None)
+    def message(self, source: int, target: int, plan: CallPlan) -> int:
+        """The fingerprint of the next point-to-point message from source to target."""
+        number = self._num_messages[source, target] = self._num_messages.get((source, target), 0) + 1
+        self._messages[source, target, number] = plan.text
+        self._messages.pop((source, target, number - KEPT), None)
         return (plan.base + number * _SPREAD) & _MASK
 
     def _current(self) -> CallPlan:
@@ -117,133 +119,137 @@ class ConsistencyChecker(WaitObserver):
     # -- what the transport asks -------------------------------------------------------------------------------------
 
     def doing(self) -> str:
-        return f"{self._current().text} (call {self.number})" if self.number else "a transfer"
+        purpose = self.describe()
+        if purpose is not None:
+            return f"while {purpose}"
+        return f"in {self._current().text} (call {self.number})" if self.number else "in a transfer"
 
     def waiting(self, peers: tuple[int, ...]) -> None:
         if self.number:
-            self._say(CallNotice("wait", self.number, self.stamp, self._current().text), peers)
+            self._send(CallNotice("wait", self.number, self.fingerprint, self._current().text), peers)
         self.on_long_wait()
 
-    def differ(self, peer: int, channel: int) -> HoraError:
+    def mismatch(self, peer: int, channel: int) -> HoraError:
         if channel == POINT_TO_POINT:
-            number = self._sent.get((peer, self._transport.rank), 0)
-            text = self._letters.get((peer, self._transport.rank, number), "a message")
-            self._say(CallNotice("letter", number, 0, text), (peer,))
+            number = self._num_messages.get((peer, self._transport.rank), 0)
+            text = self._messages.get((peer, self._transport.rank, number), "a message")
+            self._send(CallNotice("message", number, 0, text), (peer,))
         else:
-            text = self.doing()
+            text = f"{self._current().text} (call {self.number})" if self.number else "a transfer"
             self.waiting((peer,))
         deadline = time.monotonic() + ASK_S
         while self._transport.cause is None and time.monotonic() < deadline:
             time.sleep(0.002)
         return self._transport.cause or Mismatch(
-            f"{self._name(self._transport.rank)}: {text} met another operation of {self._name(peer)}. "
-            "All ranks must make the same calls in the same order."
+            f"{self._name(self._transport.rank)} called {text}; {self._name(peer)} called something else. {RULE}."
         )
 
-    # -- what the coordinator's line says ----------------------------------------------------------------------------
+    # -- what the coordinator reports --------------------------------------------------------------------------------
 
-    def hear(self, event: CoordinatorEvent) -> None:
-        """Called on the line's thread; never blocks."""
-        peer = self._ranks.get(event.member.rank) if event.member and event.member.role == "worker" else None
+    def on_event(self, event: CoordinatorEvent) -> None:
+        """Called on the coordinator connection's thread; never blocks."""
+        if event.member is None or event.member.role != "worker":
+            return
+        peer = self._transport.spec.index_of(event.member.rank)
         if peer is None or peer == self._transport.rank:
             return
         if event.kind == "died":
             me, lost = self._name(self._transport.rank), self._name(peer)
-            self._abort_transports(
-                PeerLost(f"{me}: lost {lost} in {self.doing()}: {event.text}", (peer,), secondary=True)
-            )
+            message = f"{me}: lost {lost} {self.doing()}: {event.text}"
+            self._abort_transports(PeerLost(message, (peer,), secondary=True))
         elif event.kind == "left":
-            assert event.member is not None
             for transport in self.transports:
-                self._leave(transport, event.member.rank, event.text)
+                self._mark_left(transport, event.member.rank, event.text)
         elif event.kind == "message" and event.topic == self._transport.spec.name:
-            self._answer(peer, msgspec.msgpack.decode(event.body, type=CallNotice))
+            self._on_notice(peer, msgspec.msgpack.decode(event.body, type=CallNotice))
 
-    def _answer(self, peer: int, word: CallNotice) -> None:
-        error = word.error()
+    def _on_notice(self, peer: int, notice: CallNotice) -> None:
+        error = notice.error()
         if error is not None:
             self._abort_transports(error)
-        elif word.kind == "letter":
-            mine = self._letters.get((self._transport.rank, peer, word.number), "nothing of the kind")
-            self._dispute(peer, f"expected a {word.text}", mine)
+        elif notice.kind == "message":
+            mine = self._messages.get((self._transport.rank, peer, notice.number), "nothing of the kind")
+            self._abort_mismatch(peer, f"expected a {notice.text}", mine)
         else:
-            mine_then = self._calls[word.number % KEPT]
-            if mine_then is not None and mine_then[0] == word.number:
-                if mine_then[1] != word.stamp:
-                    self._dispute(peer, f"called {word.text} as call {word.number}", mine_then[2].text)
-            elif word.number > self.number:
-                self._ahead[word.number] = (peer, word.stamp, word.text)
+            mine_then = self._calls[notice.number % KEPT]
+            if mine_then is not None and mine_then[0] == notice.number:
+                if mine_then[1] != notice.fingerprint:
+                    self._abort_mismatch(peer, f"called {notice.text} as call {notice.number}", mine_then[2].text)
+            elif notice.number > self.number:
+                self._ahead[notice.number] = (peer, notice.fingerprint, notice.text)
 
-    def _dispute(self, peer: int, theirs: str, mine: str) -> None:
-        """Both sides are known: everybody gets the same sentence."""
-        text = (
-            f"{self._name(peer)} {theirs}; {self._name(self._transport.rank)} called {mine}. "
-            "All ranks must make the same calls on the same shapes and dtypes in the same order; did one skip a call?"
+    # -- aborting ----------------------------------------------------------------------------------------------------
+
+    def _abort_mismatch(self, peer: int, theirs: str, mine: str) -> None:
+        """Both sides are known: all ranks get the same message."""
+        when = f" {self.doing()}" if self.describe() is not None else ""
+        self.abort(
+            Mismatch(
+                f"{self._name(peer)} {theirs}; {self._name(self._transport.rank)} called {mine}{when}. "
+                f"{RULE}, on the same shapes and dtypes; did one skip a call?"
+            )
         )
-        self.abort(Mismatch(text))
-
-    # -- ending it ---------------------------------------------------------------------------------------------------
 
     def abort(self, cause: HoraError) -> None:
-        """This rank cannot go on with the group; the others learn it, unless they know by themselves."""
+        """This rank cannot go on with the group; the others learn the cause, unless they know it already."""
         first = self._transport.cause is None
         self._abort_transports(cause)
         if first and not (isinstance(cause, PeerLost) and cause.secondary):
             ranks = cause.ranks if isinstance(cause, PeerLost) else ()
-            self._say(CallNotice(type(cause).__name__, text=str(cause), ranks=ranks))
-
-    @staticmethod
-    def _leave(transport: Transport, rank: int, reason: str) -> None:
-        place = transport.spec.index_of(rank)
-        if place is not None:
-            transport.leave(place, reason)
+            self._send(CallNotice(type(cause).__name__, text=str(cause), ranks=ranks))
 
     def _abort_transports(self, cause: HoraError) -> None:
         for transport in self.transports:
             transport.abort(cause)
 
-    def _say(self, word: CallNotice, to: tuple[int, ...] = ()) -> None:
-        members = self._transport.spec.members
-        ranks = tuple(members[peer].rank for peer in (to or self._others) if peer != self._transport.rank)
+    @staticmethod
+    def _mark_left(transport: Transport, rank: int, reason: str) -> None:
+        peer = transport.spec.index_of(rank)
+        if peer is not None:
+            transport.mark_left(peer, reason)
+
+    def _send(self, notice: CallNotice, peers: tuple[int, ...] = ()) -> None:
+        spec = self._transport.spec
+        ranks = tuple(spec.members[peer].rank for peer in (peers or self._others) if peer != spec.rank)
         if not ranks:
             return
         try:
-            self._control.send(self._transport.spec.name, msgspec.msgpack.encode(word), ranks)
+            self._control.send(spec.name, msgspec.msgpack.encode(notice), ranks)
         except HoraError as problem:
-            log.debug("could not tell the others: %s", problem)
+            log.debug("could not notify the other ranks: %s", problem)
 
     def _name(self, peer: int) -> str:
         return self._transport.name_of(peer)
 
 
 class SubgroupChecker(ConsistencyChecker):
-    """The accord of a part of a group. The part's messages carry the stamp of the call of the `whole` that is under
-    way, and whatever is asked or goes wrong in it is passed on to the whole, in the numbers of its ranks."""
+    """The checker of a part of a group. The part's messages carry the fingerprint of the group's call in progress, and
+    whatever goes wrong in the part is passed on to the group's checker, `whole`, in the ranks of the group."""
 
     def __init__(self, transport: Transport, control: CoordinatorConnection, whole: ConsistencyChecker) -> None:
         super().__init__(transport, control)
         self._whole = whole
-        places = [whole.transports[0].spec.index_of(member.rank) for member in transport.spec.members]
-        self._places = [place for place in places if place is not None]
-        assert len(self._places) == transport.size
+        ranks = [whole.transports[0].spec.index_of(member.rank) for member in transport.spec.members]
+        self._ranks = [rank for rank in ranks if rank is not None]
+        assert len(self._ranks) == transport.size
         whole.include(transport, self)
 
-    def stand_in(self) -> None:
-        """The messages that follow belong to the call of the whole that is under way."""
+    def enter_call(self) -> None:
+        """The messages that follow belong to the group's call in progress."""
         self._transport.check()
-        self.stamp = self._whole.stamp
+        self.fingerprint = self._whole.fingerprint
 
     def doing(self) -> str:
         return self._whole.doing()
 
     def ranks_of(self, peers: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self._places[peer] for peer in peers)
+        return tuple(self._ranks[peer] for peer in peers)
 
     def waiting(self, peers: tuple[int, ...]) -> None:
         self._whole.waiting(self.ranks_of(peers))
 
-    def differ(self, peer: int, channel: int) -> HoraError:
-        return self._whole.differ(self._places[peer], channel)
+    def mismatch(self, peer: int, channel: int) -> HoraError:
+        return self._whole.mismatch(self._ranks[peer], channel)
 
     def abort(self, cause: HoraError) -> None:
         self._whole.abort(cause)

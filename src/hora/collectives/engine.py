@@ -1,9 +1,9 @@
-"""The engine's own all-reduce: NCCL or Gloo through torch.distributed, MPI through mpi4py.
+"""The "engine" all-reduce: NCCL or Gloo through torch.distributed, MPI through mpi4py.
 
-What it sends and in which order is the engine's business, also by host: NCCL has a hierarchy of its own. Its messages
-carry no stamp of ours, and given different shapes it may return wrong sums or end the process, so the ranks meet at a
-barrier of ours first, which does carry it. CUDA tensors go through NCCL where every rank has a GPU of its own, and by
-way of the host where ranks share one, which NCCL refuses, or where it does not know the operation.
+The engine decides what it sends and in which order, also by host: NCCL has a hierarchy of its own. Its messages carry
+no fingerprint of ours, and given different shapes it may return wrong sums or end the process, so a barrier of ours,
+which does carry it, comes first. CUDA tensors go through NCCL where every rank has a GPU of its own. They go through
+the host where ranks share a GPU, which NCCL refuses, or where NCCL does not support the operation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import moves
+from . import primitives
 from .reduction import Operation
 
 if TYPE_CHECKING:
@@ -31,53 +31,49 @@ NCCL_DTYPES = (
 
 def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
     if flat.is_cuda:
-        _on_gpu(group, flat, operation, by_host=all_reduce)
+        _all_reduce_cuda(group, flat, operation, all_reduce)
     else:
         _by_engine(group, flat, operation, "auto")
 
 
-def by_gpu(
+def all_reduce_cuda(
     group: Group,
     flat: torch.Tensor,
     operation: Operation,
-    by_host: Callable[[Group, torch.Tensor, Operation], None],
+    on_cpu: Callable[[Group, torch.Tensor, Operation], None],
 ) -> None:
-    """A vector on the GPU that may go either way: through NCCL, or through the host and there as `by_host` does it."""
+    """A CUDA vector through NCCL, or through the host and there by `on_cpu`."""
     if group.size > 1:
-        _on_gpu(group, flat, operation, by_host)
+        _all_reduce_cuda(group, flat, operation, on_cpu)
 
 
-def _on_gpu(
+def _all_reduce_cuda(
     group: Group,
     flat: torch.Tensor,
     operation: Operation,
-    by_host: Callable[[Group, torch.Tensor, Operation], None],
+    on_cpu: Callable[[Group, torch.Tensor, Operation], None],
 ) -> None:
-    known = operation.name in NCCL_OPERATIONS and flat.dtype in NCCL_DTYPES
-    if known and _own_gpus(group, flat.device):
+    supported = operation.name in NCCL_OPERATIONS and flat.dtype in NCCL_DTYPES
+    if supported and _own_gpus(group, flat.device):
         _by_engine(group, flat, operation, "nccl")
     else:
         host = flat.cpu()
-        by_host(group, host, operation)
+        on_cpu(group, host, operation)
         flat.copy_(host)
 
 
 def _by_engine(group: Group, flat: torch.Tensor, operation: Operation, backend: str) -> None:
-    from ..transport.engine import EngineTransport
-
-    moves.barrier(group)
-    engine = group.engine(backend)
-    assert isinstance(engine, EngineTransport)
-    engine.all_reduce(flat, operation.name)
+    primitives.barrier(group)
+    group.engine(backend).all_reduce(flat, operation.name)
 
 
 def _own_gpus(group: Group, device: torch.device) -> bool:
-    """Whether every rank of the group uses another GPU; all ranks ask in the same call, and once."""
+    """Whether every rank of the group uses another GPU; compared once, by all ranks in the same call."""
     if group.own_gpus is None:
         name = str(torch.cuda.get_device_properties(device).uuid).encode()
-        names = moves.all_gather(group, torch.tensor([zlib.crc32(name)]))
+        names = primitives.all_gather(group, torch.tensor([zlib.crc32(name)]))
         group.own_gpus = len({int(name) for name in names}) == group.size
         if group.rank == 0 and group.size > 1:
-            way = "NCCL" if group.own_gpus else "the host: ranks share a GPU, which NCCL refuses"
+            way = "NCCL" if group.own_gpus else "the host, because ranks share a GPU, which NCCL refuses"
             log.info("CUDA tensors are reduced through %s", way)
     return group.own_gpus

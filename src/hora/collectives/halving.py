@@ -1,16 +1,15 @@
-"""Recursive halving, then doubling (Rabenseifner 2004): the tree's number of steps, the ring's amount of data.
+"""Recursive halving and doubling (Rabenseifner 2004): all-reduce in the tree's number of steps with the ring's data.
 
         0 ⇄ 2, 1 ⇄ 3   exchange halves          then   0 ⇄ 1, 2 ⇄ 3   exchange quarters          … and back
 
 Let p be the largest power of two ≤ n, e = n − p. Phases:
 
-- *fold in* (if e > 0): ranks 1, 3, … 2e − 1 hand their vector to the even neighbour below and sit out. The p others are
+- *fold in* (if e > 0): ranks 1, 3, … 2e − 1 send their vector to the even neighbour below and wait. The p others are
   renumbered 0 … p − 1 in order.
 - *halving*, round k: participant v exchanges with v XOR p/2^(k+1) one half of the range both still hold; the one with
-  that
-  bit clear keeps the lower half. After it v owns chunk v of p.
-- *doubling*: the same rounds backwards, handing over what is owned.
-- *fold out* (if e > 0): the even neighbour hands the result back.
+  that bit clear keeps the lower half. After it v owns chunk v of p.
+- *doubling*: the same rounds backwards, sending what is owned.
+- *fold out* (if e > 0): the even neighbour sends the result back.
 
 Steps: 2⌈log2 n⌉. Sent by a participant: 2(p−1)/p of the data, plus one vector if it folds; by a folded rank: one
 vector. Half precision is rounded at every hop.
@@ -35,11 +34,11 @@ def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
     folds = group.rank < 2 * folded
     # fold in
     if folds and group.rank % 2:
-        group.give(group.rank - 1, flat).wait()
-        group.take(group.rank - 1, flat).wait()  # fold out
+        group.send_chunk(group.rank - 1, flat).wait()
+        group.recv_chunk(group.rank - 1, flat).wait()  # fold out
         return
     if folds:
-        group.take(group.rank + 1, flat, operation.combine).wait()
+        group.recv_chunk(group.rank + 1, flat, operation.combine).wait()
     me = group.rank // 2 if folds else group.rank - folded
 
     def rank_of(participant: int) -> int:
@@ -53,21 +52,21 @@ def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
     distance = power // 2
     while distance:
         middle = (low + high) // 2
-        keep, hand = ((low, middle), (middle, high)) if not me & distance else ((middle, high), (low, middle))
+        keep, give = ((low, middle), (middle, high)) if not me & distance else ((middle, high), (low, middle))
         peer = rank_of(me ^ distance)
-        sending = group.give(peer, flat[edges[hand[0]] : edges[hand[1]]])
-        group.take(peer, flat[edges[keep[0]] : edges[keep[1]]], operation.combine).wait()
+        sending = group.send_chunk(peer, flat[edges[give[0]] : edges[give[1]]])
+        group.recv_chunk(peer, flat[edges[keep[0]] : edges[keep[1]]], operation.combine).wait()
         sending.wait()
-        rounds.append((peer, *hand))
+        rounds.append((peer, *give))
         low, high = keep
         distance //= 2
     operation.finish(flat[edges[low] : edges[high]], group.size)
     # doubling
     for peer, start, stop in reversed(rounds):
-        sending = group.give(peer, flat[edges[low] : edges[high]])
-        group.take(peer, flat[edges[start] : edges[stop]]).wait()
+        sending = group.send_chunk(peer, flat[edges[low] : edges[high]])
+        group.recv_chunk(peer, flat[edges[start] : edges[stop]]).wait()
         sending.wait()
         low, high = min(low, start), max(high, stop)
     # fold out
     if folds:
-        group.give(group.rank + 1, flat).wait()
+        group.send_chunk(group.rank + 1, flat).wait()

@@ -1,4 +1,7 @@
-"""Letters: plain values between ranks, as bytes in tensors; for words that are rare and small, or files."""
+"""Object collectives: plain values (numbers, strings, lists, dicts) and bytes between ranks, as msgpack in tensors.
+
+For what is rare and small, or for files. Each is a collective call and blocks.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,25 @@ def pack(data: bytes | bytearray) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def unpack(letter: torch.Tensor) -> bytes:
-    return ctypes.string_at(letter.data_ptr(), letter.numel()) if letter.numel() else b""
+def unpack(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
 
 
 def broadcast(group: Group, data: bytes, name: str) -> bytes:
-    """Collective: everybody gets rank 0's bytes."""
+    """Rank 0's bytes."""
     length = torch.tensor([len(data)])
     group.broadcast(length, name=f"length of {name}")
-    letter = pack(data) if group.rank == 0 else torch.empty(int(length.item()), dtype=torch.uint8)
-    group.broadcast(letter, name=name)
-    return data if group.rank == 0 else unpack(letter)
+    tensor = pack(data) if group.rank == 0 else torch.empty(int(length.item()), dtype=torch.uint8)
+    group.broadcast(tensor, name=name)
+    return data if group.rank == 0 else unpack(tensor)
 
 
-def broadcast_object(group: Group, tree: Any, name: str) -> Any:
-    """Collective: everybody gets rank 0's plain value (numbers, texts, lists, dicts)."""
-    return msgspec.msgpack.decode(broadcast(group, msgspec.msgpack.encode(tree if group.rank == 0 else None), name))
+def broadcast_object(group: Group, value: Any, name: str) -> Any:
+    """Rank 0's value."""
+    return msgspec.msgpack.decode(broadcast(group, msgspec.msgpack.encode(value if group.rank == 0 else None), name))
 
 
-def all_gather_objects(group: Group, tree: Any, name: str) -> list[Any]:
-    """Collective: everybody's plain values, in order of rank."""
-    letters = group.all_gather(pack(msgspec.msgpack.encode(tree)), name=name)
-    return [msgspec.msgpack.decode(unpack(letter)) for letter in letters]
+def all_gather_objects(group: Group, value: Any, name: str) -> list[Any]:
+    """All ranks' values, in order of rank."""
+    tensors = group.all_gather(pack(msgspec.msgpack.encode(value)), name=name)
+    return [msgspec.msgpack.decode(unpack(tensor)) for tensor in tensors]

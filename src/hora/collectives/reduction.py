@@ -1,4 +1,4 @@
-"""The algebra of reduction: which operations there are, on which dtypes, and how parts become one."""
+"""Reduction operations: which there are, on which dtypes, and how they combine tensors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -80,7 +72,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def operation_for(name: str, dtype: torch.dtype) -> Operation:
-    """The operation, if it means something for that dtype; ValueError with the way out otherwise."""
+    """The operation, if it is defined for that dtype; ValueError says what to do otherwise."""
     operation = OPERATIONS.get(name)
     if operation is None:
         raise ValueError(f"unknown operation {name!r}; there are: {', '.join(OPERATIONS)}")
@@ -96,18 +88,18 @@ def operation_for(name: str, dtype: torch.dtype) -> Operation:
 
 
 def check_tensor(tensor: object) -> None:
-    """ValueError with the way out for what does not travel."""
+    """ValueError, with what to do, for what cannot be communicated."""
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"a torch tensor is wanted, not {type(tensor).__name__}: torch.as_tensor(…) makes one")
+        raise ValueError(f"expected a torch tensor, got {type(tensor).__name__}: torch.as_tensor(…) makes one")
     if tensor.layout is not torch.strided or tensor.is_meta:
         kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
-        raise ValueError(f"a dense tensor with data is wanted, not a {kind} one")
+        raise ValueError(f"expected a dense tensor with data, got a {kind} one")
     check_dtype(tensor.dtype)
 
 
 def check_dtype(dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
-        raise ValueError(f"{_short(dtype)} tensors do not travel; there are: {', '.join(map(_short, DTYPES))}")
+        raise ValueError(f"unsupported dtype {_short(dtype)}; supported: {', '.join(map(_short, DTYPES))}")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -1,20 +1,19 @@
-"""Who sends what to whom, step by step: the collectives as plain data, without a byte moved.
+"""Schedules: which rank sends what to which, step by step, as plain data. Nothing here blocks or imports torch.
 
-The algorithms in star.py, ring.py, tree.py and halving.py follow these schedules; a test compares the traffic they
-really cause with what stands here, and `hora explain` draws it. Nothing in this file blocks, imports torch or knows
-a transport.
+The algorithms in star.py, ring.py, tree.py and halving.py follow these schedules, and their docstrings draw them. A
+test compares what they really send with what is said here, and `hora explain` shows it.
 
-A vector is cut into `parts` contiguous chunks by `bounds`. A `Transfer` is one message carrying the chunks
-[start, stop); the transfers of one `Step` happen at the same time, all reading what was there before the step.
-Below, n is the number of ranks, "the data" is one whole vector, and ⌈log2 n⌉ is `ceil_log2(n)`.
+A vector is cut into `parts` contiguous chunks by `bounds`. A `ScheduledTransfer` is one message with the chunks
+[start, stop); the transfers of one `ScheduleStep` happen at the same time, all reading what was there before the step.
+n is the number of ranks, p the largest power of two ≤ n.
 
-    schedule        steps       messages    sent by a rank, in vectors
-    star            2(n−1)      2(n−1)      root n−1, others 1
-    ring            2(n−1)      2n(n−1)     2(n−1)/n
-    tree            2⌈log2 n⌉   2(n−1)      1 (root 0) + one per child; at most ⌈log2 n⌉ for n > 1
-    halving         2⌈log2 n⌉   see there   2(p−1)/p; ranks folding: +1, folded: 1
-    reduce-serial   n−1         n−1         root 0, others 1
-    reduce-tree     ⌈log2 n⌉    n−1         root 0, others 1
+    schedule        steps       messages             sent by a rank, in vectors
+    star            2(n−1)      2(n−1)               root n−1, others 1
+    ring            2(n−1)      2n(n−1)              2(n−1)/n
+    tree            2⌈log2 n⌉   2(n−1)               1 (root 0) + one per child; at most ⌈log2 n⌉ for n > 1
+    halving         2⌈log2 n⌉   2p·log2(p) + 2(n−p)  2(p−1)/p; ranks that fold another in: +1, folded ranks: 1
+    reduce-serial   n−1         n−1                  root 0, others 1
+    reduce-tree     ⌈log2 n⌉    n−1                  root 0, others 1
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class Schedule:
         return tuple(transfer for transfer in self.transfers if transfer.target == rank)
 
     def peers(self, rank: int) -> frozenset[int]:
-        """Everyone this rank exchanges a message with."""
+        """The ranks with which this one exchanges a message."""
         return frozenset(t.target for t in self.sends(rank)) | frozenset(t.source for t in self.receives(rank))
 
     def chunks_sent(self, rank: int) -> int:
@@ -110,7 +109,7 @@ class Schedule:
         return sum(len(transfer.chunks) for transfer in self.receives(rank))
 
     def chunks_added(self, rank: int) -> int:
-        """How many chunks this rank adds to its own: the arithmetic that falls on it."""
+        """How many chunks this rank adds to its own: its arithmetic."""
         return sum(len(transfer.chunks) for transfer in self.receives(rank) if transfer.reduce)
 
     def share_sent(self, rank: int) -> Fraction:
@@ -124,15 +123,9 @@ class Schedule:
 
 
 def star(n: int) -> Schedule:
-    """Everyone to rank 0, which adds in rank order and then answers each: the baseline.
+    """All ranks to rank 0, which adds in rank order and then answers each: the baseline.
 
-        1   2   3
-         ╲  │  ╱
-            0
-
-    Phases "reduce at the root" and "send back", n−1 steps each: the root takes one message at a time, so a step is one
-    message. Root: n−1 vectors received, n−1 vectors of additions, n−1 sent. Everyone else: 1 sent, 1 received.
-    """
+    The root takes one message at a time, so a step is one message."""
     _check(n)
     others = range(1, n)
     inward = tuple(ScheduleStep("reduce at the root", (ScheduledTransfer(r, 0, 0, 1, reduce=True),)) for r in others)
@@ -141,17 +134,9 @@ def star(n: int) -> Schedule:
 
 
 def ring(n: int) -> Schedule:
-    """Ring all-reduce (Patarasuk and Yuan 2009; Baidu 2017): every link busy in every step.
+    """Ring all-reduce: in n chunks, every link busy in every step.
 
-        ┌─▶ 0 ──▶ 1 ──▶ 2 ──▶ 3 ─┐
-        └────────────────────────┘
-
-    Phases "scatter-reduce" and "all-gather", n−1 steps each, n chunks, all indices mod n, i = 0 … n−2:
-    scatter-reduce step i: rank j sends chunk j−i to j+1 and adds chunk j−i−1 from j−1; then rank j owns chunk j+1;
-    all-gather step i: rank j sends chunk j+1−i to j+1 and receives chunk j−i from j−1.
-
-    Every rank: 2(n−1) messages of 1/n of the data, 2(n−1)/n in all, and (n−1)/n of the data in additions. In elements,
-    exactly: 2·numel − size(chunk j+1) − size(chunk j+2), as rank j leaves out one chunk in each phase.
+    In elements rank j sends exactly 2·numel − size(chunk j+1) − size(chunk j+2): it leaves out one chunk in each phase.
     """
     _check(n)
 
@@ -169,19 +154,8 @@ def ring(n: int) -> Schedule:
 def tree(n: int) -> Schedule:
     """Up a binomial tree rooted at rank 0, and down again: few steps, each of the whole vector.
 
-               0
-        ┌───┬──┴──┐
-        1   2     4
-            │   ┌─┴─┐
-            3   5   6
-                    │
-                    7
-
-    Phase "reduce up", rounds k = 0 … ⌈log2 n⌉−1: ranks with rank mod 2^(k+1) = 2^k send to rank − 2^k, which adds.
-    Phase "broadcast down": the same edges turned round, in reverse order of rounds. 2⌈log2 n⌉ steps, 2(n−1) messages.
-
     A rank r > 0 sends one vector up and one down to each child r + 2^k < n, 2^k being less than r's lowest set bit. The
-    root has ⌈log2 n⌉ children: it receives, adds and sends that many vectors. No rank sends more than ⌈log2 n⌉.
+    root has ⌈log2 n⌉ children: it receives, adds and sends that many vectors.
     """
     _check(n)
     up = _up(n)
@@ -196,24 +170,10 @@ def tree(n: int) -> Schedule:
 
 
 def halving(n: int) -> Schedule:
-    """Recursive halving, then doubling (Rabenseifner 2004): the tree's number of steps with the ring's data.
+    """Recursive halving, then doubling, in p chunks; what n has beyond p is folded in before and out after.
 
-        0 ◀───────▶ 2           halving round 0: half of the data to the partner two away
-              1 ◀───────▶ 3
-        0 ◀─▶ 1     2 ◀─▶ 3     halving round 1: a quarter to the neighbour; then the same backwards
-
-    p is the largest power of two ≤ n, e = n − p, and the vector has p chunks. Phases:
-    "fold in", if e > 0: rank 2i+1 sends its whole vector to rank 2i, for i < e, and then waits. The p ranks left are
-    the participants v = 0 … p−1, in rank order.
-    "halving", rounds k = 0 … log2(p)−1: v and v XOR (p >> (k+1)) cut the range of chunks they share in the middle; the
-    one with that bit clear keeps the lower half and sends the upper, the other the reverse. Then v owns chunk v.
-    "doubling", k back to 0: the same pairs exchange all they own.
-    "fold out", if e > 0: rank 2i sends the whole result to rank 2i+1.
-
-    Steps: 2·log2(p), +2 for the folds; both cases are 2⌈log2 n⌉. Messages: 2p·log2(p) + 2e.
-    Sent: 2(p−1)/p of the data by a participant, which is 2(n−1)/n only for n = p. Otherwise the 2e folding ranks pay
-    for it: an even one sends 2(p−1)/p + 1 (and receives as much), an odd one 1. So the busiest rank sends 3 − 2/p
-    vectors against the ring's 2 − 2/n: about half as much again.
+    Only for n = p a rank sends 2(n−1)/n of the data. Otherwise the busiest rank sends 3 − 2/p vectors, the ring's
+    2 − 2/n: about half as much again.
     """
     _check(n)
     p = 1 << (n.bit_length() - 1)
@@ -241,7 +201,7 @@ def halving(n: int) -> Schedule:
 
 
 def reduce_serial(n: int) -> Schedule:
-    """Everyone sends to rank 0, one after the other: n−1 steps, and the root receives and adds n−1 vectors."""
+    """All send to rank 0, one after the other: n−1 steps, and the root receives and adds n−1 vectors."""
     _check(n)
     steps = tuple(
         ScheduleStep("reduce at the root", (ScheduledTransfer(r, 0, 0, 1, reduce=True),)) for r in range(1, n)

@@ -30,25 +30,25 @@ def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
 def up(group: Group, flat: torch.Tensor, operation: Operation, root: int) -> None:
     """After it the root's `flat` holds the result and the others' hold partial sums."""
     n = group.size
-    place = (group.rank - root) % n  # the tree is drawn with the root as 0
+    place = (group.rank - root) % n  # in a tree whose root is 0
     reach = 1
     while reach < n:
         if place % (2 * reach) == reach:
-            group.give((place - reach + root) % n, flat).wait()
+            group.send_chunk((place - reach + root) % n, flat).wait()
             return
         if place + reach < n:
-            group.take((place + reach + root) % n, flat, operation.combine).wait()
+            group.recv_chunk((place + reach + root) % n, flat, operation.combine).wait()
         reach *= 2
 
 
 def down(group: Group, flat: torch.Tensor, root: int) -> None:
-    """After it everybody's `flat` is the root's."""
+    """After it every rank's `flat` is the root's."""
     n = group.size
     place = (group.rank - root) % n
     reach = 1 << (n - 1).bit_length()
     while reach > 1:
         reach //= 2
         if place % (2 * reach) == reach:
-            group.take((place - reach + root) % n, flat).wait()
+            group.recv_chunk((place - reach + root) % n, flat).wait()
         elif place % (2 * reach) == 0 and place + reach < n:
-            group.give((place + reach + root) % n, flat).wait()
+            group.send_chunk((place + reach + root) % n, flat).wait()

@@ -48,7 +48,7 @@ class GatheredSum(CompressedSum):
         mine = codec.encode(given)
         pieces = [torch.empty_like(mine) for _ in range(leaders.size)]
         pieces[leaders.rank] = mine
-        ring.all_gather(leaders, pieces, owner_shift=0)
+        ring.all_gather(leaders, pieces)
         total = torch.zeros(self.numel)
         for piece in pieces:
             codec.add(piece, total)
@@ -76,7 +76,7 @@ class ScatteredSum(GatheredSum):
             codec.add(encoded, part)
         pieces = [torch.empty(codec.num_bytes(b - a), dtype=torch.uint8) for a, b in cut]
         pieces[me] = codec.encode(part)
-        ring.all_gather(leaders, pieces, owner_shift=0)
+        ring.all_gather(leaders, pieces)
         total = torch.cat([codec.decode(piece, b - a) for piece, (a, b) in zip(pieces, cut, strict=True)])
         for encoded, (a, b) in zip(parts, cut, strict=True):
             given[a:b] -= codec.decode(encoded, b - a)
@@ -91,12 +91,12 @@ def bounds(numel: int, parts: int) -> list[tuple[int, int]]:
 
 def _scatter(leaders: Group, parts: list[torch.Tensor], num_bytes: int) -> list[torch.Tensor]:
     """Sends part r to leader r; returns all leaders' parts for this one, of `num_bytes` each, in order of rank."""
-    sending = [leaders.give(peer, parts[peer]) for peer in leaders.others]
+    sending = [leaders.send_chunk(peer, parts[peer]) for peer in leaders.others]
     received = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(leaders.size)]
     received[leaders.rank] = parts[leaders.rank]
     for distance in range(1, leaders.size):
         peer = (leaders.rank - distance) % leaders.size
-        leaders.take(peer, received[peer]).wait()
+        leaders.recv_chunk(peer, received[peer]).wait()
     for handle in sending:
         handle.wait()
     return received

@@ -1,9 +1,8 @@
-"""Lifeline: how a control connection notices that the other end's host is gone.
+"""TCP keepalive for control connections: how one notices that the other end's host is gone.
 
-A process that dies closes its connections; a host that loses power or its link closes nothing, and TCP by itself would
-wait for a quarter of an hour. So between hosts the kernel asks the other kernel every second. A process that is slow,
-or holds its interpreter's lock, is not asked and not at fault: its kernel answers for it, as long as it has room for
-what arrives, some hundred kilobytes of words that nobody reads.
+A process that dies closes its connections. A host that loses power or its link closes nothing, and TCP by itself would
+wait for a quarter of an hour. So between hosts the kernel probes the other kernel every second. A slow process is not
+affected: its kernel answers for it while it has room for what arrives, some hundred kilobytes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from .interface import is_loopback
 SILENCE_S = 4  # without any answer; then the connection ends with an error
 
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
-_WORDS = f"no answer for {SILENCE_S} s: is the host down or the link cut?"
 
 
 def attach(sock: socket.socket) -> None:
@@ -29,9 +27,11 @@ def attach(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_S - 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)  # for what is on its way, too
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)  # for data in flight, too
 
 
 def silence(problem: Exception) -> str:
-    """In words, if that is what ended a connection; else empty."""
-    return _WORDS if isinstance(problem, OSError) and problem.errno in _SILENT else ""
+    """A message, if silence is what ended a connection with `problem`; else empty."""
+    if isinstance(problem, OSError) and problem.errno in _SILENT:
+        return f"no answer for {SILENCE_S} s: is the host down or the link cut?"
+    return ""

@@ -1,10 +1,13 @@
-"""The machine this process runs on: its cores, and a line that describes it. Needs no torch."""
+"""This machine as a process sees it: its cores, kernel namespaces, and a line that describes it. Needs no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pathlib
 import platform
 import re
+import sys
 from importlib.metadata import version
 
 
@@ -21,3 +24,12 @@ def machine_text() -> str:
             found = re.search(r"model name\s*:\s*(.*\S)", cpuinfo.read())
         model = found[1] if found else model
     return f"{model}, {num_cores()} cores, Python {platform.python_version()}, torch {version('torch')}"
+
+
+def namespace_id(kind: str) -> str:
+    """Identifies this boot of the machine and the "pid" or "net" namespace of this process; empty outside of Linux."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return f"{boot} {os.readlink(f'/proc/self/ns/{kind}')}"
+    return ""

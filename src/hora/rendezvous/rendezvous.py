@@ -81,7 +81,7 @@ def _bind_address(identity: ProcessIdentity) -> str:
     if not identity.interface:
         return ""
     try:
-        return interface.named(identity.interface)
+        return interface.address_on(identity.interface)
     except ValueError as problem:
         raise ValueError(f"HORA_INTERFACE on {identity.host}: {problem}") from None
 
@@ -89,7 +89,7 @@ def _bind_address(identity: ProcessIdentity) -> str:
 def _own_address(identity: ProcessIdentity, name: str) -> str:
     """Rank 0's address on several hosts; the launcher calls this host `name`."""
     try:
-        return interface.outward(name)
+        return interface.reachable_address(name)
     except OSError as problem:
         raise HoraError(
             f"{identity.name} found no address at which other hosts can reach it: {problem}; set HORA_INTERFACE"

@@ -21,7 +21,7 @@ from ..net.fd_passing import FdPassing
 from ..net.handshake import connect
 from ..net.message_socket import ConnectionClosed, MessageSocket
 from ..rendezvous.context import RunContext
-from ..transport.base import NOTICE_S, SLICE_S, SLOW_S
+from ..transport.base import LONG_WAIT_S, POLL_S, SLOW_S
 from ..transport.tcp import tune
 from . import messages
 from .connection import PARAMETERS_KEY, Check, ServerConnection, Targets, copy_key, gradients_key
@@ -57,7 +57,7 @@ class ConnectionPool(abc.ABC):
             codec = PushCodec(rules.wire, rules.codec, part, dtypes)
             check_server = functools.partial(self.check_alive, number)
             self.connections.append(ServerConnection(number, part, dtypes, codec, targets, check_server))
-        self.on_slow_wait: Callable[[], None] = lambda: None  # a wait has lasted for NOTICE_S
+        self.on_slow_wait: Callable[[], None] = lambda: None  # a wait has lasted for LONG_WAIT_S
         self._context = context
         self.layout = layout
         self._check = check
@@ -136,7 +136,7 @@ class ConnectionPool(abc.ABC):
         if self._passing is None:
             return False
         try:
-            self._passing.reach(passing).close()
+            self._passing.connect(passing).close()
         except (OSError, HoraError):
             return False
         return True
@@ -156,7 +156,7 @@ class ConnectionPool(abc.ABC):
     def _open(self, connection: ServerConnection, address: tuple[str, int], passing: str = "") -> MessageSocket:
         if connection.shared:
             assert self._passing is not None
-            sock = self._passing.reach(local_address(passing)[1:], self._context.timeout_s, PURPOSE)
+            sock = self._passing.connect(local_address(passing)[1:], self._context.timeout_s, PURPOSE)
         else:
             sock = connect(address, self._context.token, PURPOSE, check=self._check)
             tune(sock)
@@ -206,7 +206,7 @@ class ConnectionPool(abc.ABC):
             for position, reply in enumerate(connection.replies):
                 if isinstance(reply, kinds):
                     return connection.replies.pop(position)
-            if not self.poll(SLICE_S * 1000):
+            if not self.poll(POLL_S * 1000):
                 self.check_alive(connection.number)
                 if time.monotonic() > deadline:
                     raise Timeout(f"{self._context.name} has waited {self._context.timeout_s:.0f} s for "
@@ -260,11 +260,11 @@ class ConnectionPool(abc.ABC):
         started = time.monotonic()
         next_warning, noticed = SLOW_S, False
         while not done():
-            if self.poll(SLICE_S * 1000):
+            if self.poll(POLL_S * 1000):
                 continue
             self._check()
             waited = time.monotonic() - started
-            if not noticed and waited >= NOTICE_S:
+            if not noticed and waited >= LONG_WAIT_S:
                 noticed = True
                 self.on_slow_wait()
             for connection in self.connections:

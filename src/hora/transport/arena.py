@@ -1,4 +1,4 @@
-"""Arena: one sealed memfd, mapped twice: as it lies, and woven, with pieces of it side by side in another order."""
+"""Arena: one mapping of a sealed memfd that several processes share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from . import memory_limit
 
 PAGE = mmap.PAGESIZE
 MADV_POPULATE_WRITE = 23
-MAP_FIXED = 0x10
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SHRINK") else 0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -23,7 +22,6 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_FAILED = ctypes.c_void_p(-1).value
 
 
 def round_up(count: int, unit: int) -> int:
@@ -31,23 +29,30 @@ def round_up(count: int, unit: int) -> int:
 
 
 class Arena:
-    """One mapping of one memfd, as words for flags and as tensors for data. Unmapped when nothing refers to it."""
+    """The first `num_bytes` of a memfd, as 64-bit `words` and 32-bit `halves` for flags, and as tensors for data.
 
-    def __init__(self, descriptor: int, num_bytes: int, woven: list[tuple[int, int]] | None = None) -> None:
-        """`woven` lists (offset, length) of the pieces, whole pages each, that `whole` shows side by side."""
+    HoraError unless the memfd is that large and sealed against shrinking: then no access can fault. The descriptor
+    stays the caller's. Unmapped when nothing refers to it.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size < num_bytes:
             raise HoraError("the shared memory offered is too small or not sealed")
-        self.map = _weave(descriptor, [(0, num_bytes)])
-        self.words = memoryview(self.map).cast("B").cast("Q")
-        self.halves = memoryview(self.map).cast("B").cast("I")
-        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.address = ctypes.addressof(self.map)
-        self._woven = _weave(descriptor, woven) if woven else None
+        # Not the mmap module, whose mappings keep a descriptor open.
+        self.address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        if self.address == ctypes.c_void_p(-1).value:
+            raise OutOfMemory(f"could not map {num_bytes >> 20} MiB: {os.strerror(ctypes.get_errno())}")
+        self._map = (ctypes.c_char * num_bytes).from_address(self.address)
+        # Not at exit: a tensor in this memory may be read until the very end, and the kernel unmaps it anyway.
+        weakref.finalize(self._map, _libc.munmap, self.address, num_bytes).atexit = False
+        self.words = memoryview(self._map).cast("B").cast("Q")
+        self.halves = memoryview(self._map).cast("B").cast("I")
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     @staticmethod
     def create(num_bytes: int) -> int:
-        """A sealed memfd of that size. OutOfMemory if there is too little, or none is to be had."""
+        """A sealed memfd of that size. OutOfMemory if there is too little memory, or the kernel refuses it."""
         short = memory_limit.shortage(num_bytes)
         if short:
             raise OutOfMemory(short)
@@ -65,37 +70,9 @@ class Arena:
 
     def populate(self) -> None:
         """Takes the pages now: a first touch costs six times a copy."""
-        _libc.madvise(self.address, len(self.map), MADV_POPULATE_WRITE)  # refused by older kernels: then one by one
+        _libc.madvise(self.address, len(self._map), MADV_POPULATE_WRITE)  # older kernels refuse: then page by page
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
-
-    def whole(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The woven pieces as one contiguous tensor."""
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        assert self._woven is not None
-        return torch.frombuffer(self._woven, dtype=dtype, count=numel)
-
-
-def _weave(descriptor: int, pieces: list[tuple[int, int]]) -> ctypes.Array[ctypes.c_char]:
-    total = sum(length for _, length in pieces)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    base = _libc.mmap(None, total, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)  # reserves the addresses
-    if base == _FAILED:
-        raise OutOfMemory(f"no room for {total >> 20} MiB of addresses")
-    at = base
-    for offset, length in pieces:
-        if length:
-            flags = mmap.MAP_SHARED | MAP_FIXED
-            if _libc.mmap(at, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset) == _FAILED:
-                problem = os.strerror(ctypes.get_errno())
-                _libc.munmap(base, total)
-                raise OutOfMemory(f"shared memory could not be mapped: {problem}")
-        at += length
-    view = (ctypes.c_char * total).from_address(base)
-    # Not at exit: a tensor in this memory may be read until the very end, and the kernel unmaps it anyway.
-    weakref.finalize(view, _libc.munmap, base, total).atexit = False
-    return view
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)

@@ -1,147 +1,119 @@
-"""Ranks as threads of one process: for tests, and for a world of one, which is a group without peers."""
+"""The "memory" transport: ranks are threads of one process. For tests, and for a world of one."""
 
 from __future__ import annotations
 
 import collections
-import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .arena import PAGE, Arena, round_up
-from .base import (
-    SLICE_S,
-    BoundedWait,
-    GroupSpec,
-    Land,
-    RegisteredBuffer,
-    Transfer,
-    Transport,
-    element_shares,
-    page_shares,
-)
+from .arena import round_up
+from .base import POLL_S, BoundedWait, GroupSpec, RegisteredBuffer, Transfer, Transport
+
+if TYPE_CHECKING:
+    from .context import TransportContext
 
 
 class InProcessHub:
-    """Where the threads of one run meet: the messages on their way and the memory they share."""
+    """What the threads of one run share: the messages in flight and the registered memory."""
 
     def __init__(self) -> None:
-        self.news = threading.Condition()
+        self.changed = threading.Condition()
         self.messages: dict[tuple[str, int, int, int], collections.deque[tuple[int, torch.Tensor]]] = {}
         self.shared: dict[str, Any] = {}
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
-        """The one object under `key`, made by whoever comes first."""
-        with self.news:
+        """The one object under `key`, made by the first rank that asks."""
+        with self.changed:
             if key not in self.shared:
                 self.shared[key] = make()
             return self.shared[key]
 
 
-class InProcessTransport(Transport):
-    kind = "memory"
-    shares_memory = True
-
-    def __init__(self, spec: GroupSpec, hub: InProcessHub) -> None:
-        super().__init__(spec)
-        self.hub = hub
-
-    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Transfer:
-        return _Send(self, peer, channel, stamp, tensor)
-
-    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Transfer:
-        return _Recv(self, peer, channel, stamp, tensor, land)
-
-    def post(self, source: int, target: int, channel: int) -> collections.deque[tuple[int, torch.Tensor]]:
-        key = (self.spec.name, source, target, channel)
-        return self.hub.messages.setdefault(key, collections.deque())
-
-    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> RegisteredBuffer:
-        key = f"{self.spec.name}/{name}"
-        if self.size == 1:
-            return InProcessBuffer(self, _Parts(1, numel, dtype))
-        return InProcessBuffer(self, self.hub.once(key, lambda: _Parts(self.size, numel, dtype)))
-
-    def _idle(self, handle: Transfer, rounds: int) -> None:
-        with self.hub.news:
-            if self.cause is None and not self.post(handle.peer, self.rank, handle.channel):
-                self.hub.news.wait(SLICE_S)
-
-    def _wake(self) -> None:
-        with self.hub.news:
-            self.hub.news.notify_all()
-
-
 class _Send(Transfer):
-    __slots__ = ("stamp", "tensor")
-
-    def __init__(
-        self, transport: InProcessTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor
-    ) -> None:
-        super().__init__(transport, peer, channel)
-        self.stamp = stamp
-        self.tensor = tensor
+    transport: InProcessTransport
 
     def advance(self) -> bool:
         transport = self.transport
-        assert isinstance(transport, InProcessTransport)
-        with transport.hub.news:
-            transport.post(transport.rank, self.peer, self.channel).append((self.stamp, self.tensor.clone()))
-            transport.hub.news.notify_all()
+        with transport.hub.changed:
+            queue = transport.queue(transport.rank, self.peer, self.channel)
+            queue.append((self.fingerprint, self.tensor.clone()))
+            transport.hub.changed.notify_all()
         self.done = True
         return True
 
 
 class _Recv(Transfer):
-    __slots__ = ("land", "stamp", "tensor")
-
-    def __init__(
-        self, transport: InProcessTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor, land: Land
-    ) -> None:
-        super().__init__(transport, peer, channel)
-        self.stamp = stamp
-        self.tensor = tensor
-        self.land = land
+    transport: InProcessTransport
 
     def advance(self) -> bool:
         transport = self.transport
-        assert isinstance(transport, InProcessTransport)
-        with transport.hub.news:
-            queue = transport.post(self.peer, transport.rank, self.channel)
+        with transport.hub.changed:
+            queue = transport.queue(self.peer, transport.rank, self.channel)
             if not queue:
                 return False
-            stamp, data = queue.popleft()
-        if stamp != self.stamp or data.dtype != self.tensor.dtype or data.numel() != self.tensor.numel():
-            raise transport.watcher.differ(self.peer, self.channel)
+            fingerprint, data = queue.popleft()
+        tensor = self.tensor
+        if fingerprint != self.fingerprint or data.dtype != tensor.dtype or data.numel() != tensor.numel():
+            raise transport.observer.mismatch(self.peer, self.channel)
         if data.numel():
-            self.land(self.tensor, data)
+            (self.combine or torch.Tensor.copy_)(tensor, data)
         self.done = True
         return True
 
 
+class InProcessTransport(Transport):
+    kind = "memory"
+    auto_order = 0
+    limits_rate = True  # it sends nothing
+    shares_memory = True
+    send_transfer, recv_transfer = _Send, _Recv
+
+    @classmethod
+    def usable(cls, context: TransportContext, spec: GroupSpec) -> bool:
+        return context.hub is not None
+
+    @classmethod
+    def open(cls, context: TransportContext, spec: GroupSpec, option: str = "") -> Transport:
+        if context.hub is None:
+            raise ValueError("the memory transport connects threads of one process, not processes")
+        return cls(spec, context.hub)
+
+    def __init__(self, spec: GroupSpec, hub: InProcessHub) -> None:
+        super().__init__(spec)
+        self.hub = hub
+
+    def queue(self, source: int, target: int, channel: int) -> collections.deque[tuple[int, torch.Tensor]]:
+        return self.hub.messages.setdefault((self.spec.name, source, target, channel), collections.deque())
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> RegisteredBuffer:
+        if self.size == 1:
+            return InProcessBuffer(self, _Parts(1, numel, dtype))
+        key = f"{self.spec.name}/{name}"
+        return InProcessBuffer(self, self.hub.once(key, lambda: _Parts(self.size, numel, dtype)))
+
+    def _idle(self, transfer: Transfer, rounds: int) -> None:
+        with self.hub.changed:
+            if self.cause is None and not self.queue(transfer.peer, self.rank, transfer.channel):
+                self.hub.changed.wait(POLL_S)
+
+    def _wake(self) -> None:
+        with self.hub.changed:
+            self.hub.changed.notify_all()
+
+
 class _Parts:
-    """The memory itself; the threads see it through one arena, a world of one needs none."""
+    """The memory of all ranks, their flags and fingerprints."""
 
     def __init__(self, size: int, numel: int, dtype: torch.dtype) -> None:
         self.flags = [0] * size
-        self.stamps = [[0, 0] for _ in range(size)]
-        part = max(PAGE, round_up(numel * dtype.itemsize, PAGE))
-        cut = page_shares(part, size)
-        self.shares = element_shares(cut, numel, dtype)
-        if size == 1:
-            self.peers = [torch.zeros(numel, dtype=dtype)]
-            self.whole = self.peers[0]
-            self.span = self.peers[0].view(torch.uint8)
-            return
-        descriptor = Arena.create(size * part)
-        woven = [(rank * part + start, stop - start) for rank, (start, stop) in enumerate(cut)]
-        arena = Arena(descriptor, size * part, woven)
-        os.close(descriptor)
-        self.peers = [arena.tensor(rank * part, numel, dtype) for rank in range(size)]
-        self.whole = arena.whole(numel, dtype)
-        self.span = arena.tensor(0, size * part, torch.uint8)
+        self.fingerprints = [[0, 0] for _ in range(size)]
+        num_bytes = numel * dtype.itemsize
+        stride = round_up(num_bytes, 128)
+        self.storage = torch.zeros(size * stride, dtype=torch.uint8)
+        self.peers = [self.storage[at : at + num_bytes].view(dtype) for at in range(0, size * stride, stride)]
 
 
 class InProcessBuffer(RegisteredBuffer):
@@ -150,28 +122,26 @@ class InProcessBuffer(RegisteredBuffer):
         self._parts = parts
         self.peers = parts.peers
         self.mine = parts.peers[transport.rank]
-        self.whole = parts.whole
-        self.span = parts.span
-        self.shares = parts.shares
+        self.storage = parts.storage
 
-    def signal(self, value: int, stamp: int | None = None) -> None:
-        with self._transport.hub.news:
-            if stamp is not None:
-                self._parts.stamps[self._transport.rank][(value >> 2) & 1] = stamp
+    def signal(self, value: int, fingerprint: int | None = None) -> None:
+        with self._transport.hub.changed:
+            if fingerprint is not None:
+                self._parts.fingerprints[self._transport.rank][(value >> 2) & 1] = fingerprint
             self._parts.flags[self._transport.rank] = value
-            self._transport.hub.news.notify_all()
+            self._transport.hub.changed.notify_all()
 
-    def stamp_of(self, peer: int, value: int) -> int:
-        return self._parts.stamps[peer][(value >> 2) & 1]
+    def fingerprint_of(self, peer: int, value: int) -> int:
+        return self._parts.fingerprints[peer][(value >> 2) & 1]
 
     def await_signal(self, peer: int, value: int) -> None:
-        patience = None
+        wait = None
         while self._parts.flags[peer] < value:
-            patience = patience or BoundedWait(self._transport, (peer,))
-            patience.check()
-            with self._transport.hub.news:
+            wait = wait or BoundedWait(self._transport, (peer,))
+            wait.check()
+            with self._transport.hub.changed:
                 if self._parts.flags[peer] < value and self._transport.cause is None:
-                    self._transport.hub.news.wait(SLICE_S)
+                    self._transport.hub.changed.wait(POLL_S)
 
     def await_all(self, value: int) -> None:
         for peer in range(self._transport.size):

@@ -1,18 +1,19 @@
-"""Shared memory on one host: memfds handed from rank 0 to its peers, flags on cache lines of their own.
+"""The "shm" transport: shared memory on one host, memfds that rank 0 hands to its peers.
 
-Two kinds of memory, both sealed against shrinking before anybody maps them, so that a read can never fault:
+Two kinds of memory, both sealed against shrinking before they are mapped, so that a read can never fault:
 
-- *registered* (`buffer`): one part per rank, woven into the whole, plus a flag, two stamps and a sleep mark per rank;
-- *links*: for each ordered pair of ranks and each channel a queue of a few slots, through which `send` and `recv` pass.
+- *registered* (`buffer`): one part per rank, plus a flag, two fingerprints and a sleep mark per rank;
+- *links*: for each ordered pair of ranks and each channel a queue of a few slots, which `send` and `recv` use.
 
-A waiter spins for a moment, then sleeps in the kernel (see futex.py). With more ranks than cores it does not spin: the
-core is what the awaited peer needs. Sleeps are cut into slices, so an abort is noticed within `SLICE_S` in any case.
+A waiter spins for a moment, then sleeps in the kernel (futex.py). With more ranks than cores it does not spin, because
+the awaited peer needs the core. A sleep lasts at most `POLL_S`, so an abort is noticed by then.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,158 +21,32 @@ from ..errors import HoraError, OutOfMemory
 from ..net.fd_passing import FdPassing
 from . import futex
 from .arena import PAGE, Arena, round_up
-from .base import (
-    NUM_CHANNELS,
-    SLICE_S,
-    BoundedWait,
-    GroupSpec,
-    Land,
-    RegisteredBuffer,
-    Transfer,
-    Transport,
-    element_shares,
-    page_shares,
-)
+from .base import NUM_CHANNELS, POLL_S, BoundedWait, GroupSpec, RegisteredBuffer, Transfer, Transport
+
+if TYPE_CHECKING:
+    from .context import TransportContext
 
 LINE = 128  # bytes: two cache lines, since processors fetch lines in pairs
 NUM_SLOTS = 2
-LINKS_BYTES = 128 << 20  # for all links of a group together, within these bounds per slot; taken page by page when used
+LINKS_BYTES = 128 << 20  # for all links of a group together, within these bounds per slot; pages are taken when used
 MIN_SLOT_BYTES, MAX_SLOT_BYTES = 32 << 10, 512 << 10
 SPINS = 4000  # about 0.2 ms
-POLITE_SPINS = 3  # with more ranks than cores: offer the core to the others this often, then sleep
+YIELDS = 3  # with more ranks than cores: offer the core to the others this often, then sleep
 
-# `agree(key, word, check)` tells every rank's word to every rank: "" for fine, else what is wrong. It blocks until all
-# have spoken or `check` raises.
-Agree = Callable[[str, str, Callable[[], None]], list[str]]
-
-
-class ShmTransport(Transport):
-    """See the module. Making one is a collective call of all ranks of the spec."""
-
-    kind = "shm"
-    shares_memory = True
-    overlaps_without_spare_core = False
-    clone_kind = "auto"  # shared memory may run out
-
-    def __init__(self, spec: GroupSpec, passing: FdPassing, leader: str, agree: Agree) -> None:
-        super().__init__(spec)
-        self._passing = passing
-        self._leader = leader
-        self._agree = agree
-        pairs = spec.size * spec.size
-        slot = LINKS_BYTES // max(1, pairs * NUM_CHANNELS * NUM_SLOTS)
-        self.slot_bytes = max(MIN_SLOT_BYTES, min(MAX_SLOT_BYTES, slot // PAGE * PAGE))
-        bells = NUM_CHANNELS * spec.size * LINE
-        self._link_bytes = round_up(LINE + NUM_SLOTS * LINE, PAGE) + NUM_SLOTS * self.slot_bytes
-        self._links_offset = round_up(bells, PAGE)
-        self._arena = self._map("links", self._links_offset + NUM_CHANNELS * pairs * self._link_bytes)
-        self._rings = 0
-        self._links: dict[tuple[int, int, int], _Link] = {}
-
-    def _map(self, name: str, num_bytes: int, woven: list[tuple[int, int]] | None = None) -> Arena:
-        """Collective: rank 0 makes the memory, the others fetch it; all succeed or all raise."""
-        key = f"{self.spec.name}/{name}"
-        arena, problem, descriptor = None, "", -1
-        try:
-            if self.rank == 0:
-                try:
-                    descriptor = Arena.create(num_bytes)
-                except HoraError as refusal:
-                    self._passing.refuse(key, str(refusal))
-                    raise
-                self._passing.offer(key, descriptor)
-            else:
-                descriptor = self._passing.fetch(self._leader, key)
-            arena = Arena(descriptor, num_bytes, woven)
-        except (HoraError, OSError) as refusal:
-            problem = str(refusal) or type(refusal).__name__
-        words = self._agree(key, problem, self.check)
-        if self.rank == 0:
-            self._passing.withdraw(key)
-        if descriptor >= 0:
-            os.close(descriptor)
-        for peer, word in enumerate(words):
-            if word:
-                raise OutOfMemory(f"{self.name_of(peer)}: {word}")
-        assert arena is not None
-        return arena
-
-    # -- registered memory -----------------------------------------------------------------------------------------
-
-    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> RegisteredBuffer:
-        part = max(PAGE, round_up(numel * dtype.itemsize, PAGE))
-        header = round_up(self.size * LINE, PAGE)
-        starts = [header + rank * part for rank in range(self.size)]
-        cut = page_shares(part, self.size)
-        woven = [(starts[rank] + start, stop - start) for rank, (start, stop) in enumerate(cut)]
-        arena = self._map(name, header + self.size * part, woven)
-        arena.populate()
-        memory = ShmBuffer(self, arena)
-        memory.peers = [arena.tensor(start, numel, dtype) for start in starts]
-        memory.mine = memory.peers[self.rank]
-        memory.whole = arena.whole(numel, dtype)
-        memory.span = arena.tensor(header, self.size * part, torch.uint8)
-        memory.shares = element_shares(cut, numel, dtype)
-        return memory
-
-    # -- links -----------------------------------------------------------------------------------------------------
-
-    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Transfer:
-        return _Send(self, peer, channel, stamp, tensor)
-
-    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Transfer:
-        return _Recv(self, peer, channel, stamp, tensor, land)
-
-    def link(self, source: int, target: int, channel: int) -> _Link:
-        key = (source, target, channel)
-        found = self._links.get(key)
-        if found is None:
-            number = (channel * self.size + source) * self.size + target
-            with torch.inference_mode(False):  # its views serve calls of either kind
-                found = self._links[key] = _Link(self._arena, self._links_offset + number * self._link_bytes, self)
-        return found
-
-    def ring_bell(self, peer: int, channel: int) -> None:
-        """Tells `peer` that something has changed on a link with it."""
-        index = (channel * self.size + peer) * (LINE // 4)
-        self._rings += 1
-        halves = self._arena.halves
-        # A value that nobody else ever writes: a waiter that saw an older one cannot mistake it.
-        halves[index] = (self._rings * self.size + self.rank) & 0xFFFFFFFF
-        futex.fence()
-        if halves[index + LINE // 8]:
-            futex.wake(self._arena.address + index * 4)
-
-    def _idle(self, handle: Transfer, rounds: int) -> None:
-        if self.crowded or self.background:
-            if rounds <= POLITE_SPINS:
-                os.sched_yield()
-                return
-        elif rounds <= 30:
-            return
-        index = (handle.channel * self.size + self.rank) * (LINE // 4)
-        halves = self._arena.halves
-        seen = halves[index]
-        halves[index + LINE // 8] = 1
-        futex.fence()
-        if not self._advance(handle.channel):
-            futex.wait(self._arena.address + index * 4, seen, SLICE_S)
-        halves[index + LINE // 8] = 0
+# `gather(key, value, check)` returns every rank's value. It blocks until all have given theirs or `check` raises.
+Gather = Callable[[str, str, Callable[[], None]], list[str]]
 
 
 class _Link:
     """A queue of slots from one rank to another: `written` is the sender's count, `read` the receiver's."""
 
-    def __init__(self, arena: Arena, offset: int, transport: ShmTransport) -> None:
+    def __init__(self, arena: Arena, offset: int, slot_bytes: int) -> None:
         self.words = arena.words
         self._written = offset // 8
         self._read = offset // 8 + LINE // 16
-        self._meta = [(offset + LINE + slot * LINE) // 8 for slot in range(NUM_SLOTS)]
+        self._headers = [(offset + LINE + slot * LINE) // 8 for slot in range(NUM_SLOTS)]
         start = offset + round_up(LINE + NUM_SLOTS * LINE, PAGE)
-        self.slots = [
-            arena.bytes[start + slot * transport.slot_bytes : start + (slot + 1) * transport.slot_bytes]
-            for slot in range(NUM_SLOTS)
-        ]
+        self.slots = arena.bytes[start : start + NUM_SLOTS * slot_bytes].split(slot_bytes)
         self.num_written = 0
         self.num_read = 0
 
@@ -181,16 +56,17 @@ class _Link:
     def has_piece(self) -> bool:
         return self.words[self._written] > self.num_read
 
-    def publish(self, stamp: int, total: int) -> None:
-        meta = self._meta[self.num_written % NUM_SLOTS]
-        self.words[meta] = stamp
-        self.words[meta + 1] = total
+    def publish(self, fingerprint: int, num_bytes: int) -> None:
+        header = self._headers[self.num_written % NUM_SLOTS]
+        self.words[header] = fingerprint
+        self.words[header + 1] = num_bytes
         self.num_written += 1
         self.words[self._written] = self.num_written
 
-    def meta(self) -> tuple[int, int]:
-        meta = self._meta[self.num_read % NUM_SLOTS]
-        return self.words[meta], self.words[meta + 1]
+    def header(self) -> tuple[int, int]:
+        """Fingerprint and length of the message that the next piece belongs to."""
+        header = self._headers[self.num_read % NUM_SLOTS]
+        return self.words[header], self.words[header + 1]
 
     def free(self) -> None:
         self.num_read += 1
@@ -198,18 +74,17 @@ class _Link:
 
 
 class _Send(Transfer):
-    __slots__ = ("data", "link", "offset", "stamp")
+    __slots__ = ("data", "link", "offset")
+    transport: ShmTransport
 
-    def __init__(self, transport: ShmTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor) -> None:
-        super().__init__(transport, peer, channel)
-        self.link = transport.link(transport.rank, peer, channel)
-        self.data = tensor.view(torch.uint8) if tensor.numel() else tensor
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.link = self.transport.link(self.transport.rank, self.peer, self.channel)
+        self.data = self.tensor.view(torch.uint8) if self.tensor.numel() else self.tensor
         self.offset = 0
-        self.stamp = stamp
 
     def advance(self) -> bool:
         transport, link = self.transport, self.link
-        assert isinstance(transport, ShmTransport)
         total = self.data.numel()
         moved = False
         while not self.done and link.has_room():
@@ -217,8 +92,8 @@ class _Send(Transfer):
             if stop > self.offset:
                 slot = link.slots[link.num_written % NUM_SLOTS]
                 slot[: stop - self.offset].copy_(self.data[self.offset : stop])
-            link.publish(self.stamp, total)
-            transport.ring_bell(self.peer, self.channel)
+            link.publish(self.fingerprint, total)
+            transport.notify(self.peer, self.channel)
             self.offset = stop
             self.done = stop >= total
             moved = True
@@ -226,45 +101,152 @@ class _Send(Transfer):
 
 
 class _Recv(Transfer):
-    __slots__ = ("land", "link", "offset", "stamp", "tensor")
+    __slots__ = ("link", "offset")
+    transport: ShmTransport
 
-    def __init__(
-        self, transport: ShmTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor, land: Land
-    ) -> None:
-        super().__init__(transport, peer, channel)
-        self.link = transport.link(peer, transport.rank, channel)
-        self.tensor = tensor
-        self.land = land
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.link = self.transport.link(self.peer, self.transport.rank, self.channel)
         self.offset = 0
-        self.stamp = stamp
 
     def advance(self) -> bool:
         transport, link, tensor = self.transport, self.link, self.tensor
-        assert isinstance(transport, ShmTransport)
         size = tensor.element_size()
         total = tensor.numel() * size
         moved = False
         while not self.done and link.has_piece():
-            if link.meta() != (self.stamp, total):
-                raise transport.watcher.differ(self.peer, self.channel)
+            if link.header() != (self.fingerprint, total):
+                raise transport.observer.mismatch(self.peer, self.channel)
             stop = min(total, self.offset + transport.slot_bytes)
             if stop > self.offset:
                 piece = link.slots[link.num_read % NUM_SLOTS][: stop - self.offset].view(tensor.dtype)
-                self.land(tensor[self.offset // size : stop // size], piece)
+                (self.combine or torch.Tensor.copy_)(tensor[self.offset // size : stop // size], piece)
             link.free()
-            transport.ring_bell(self.peer, self.channel)
+            transport.notify(self.peer, self.channel)
             self.offset = stop
             self.done = stop >= total
             moved = True
         return moved
 
 
+class ShmTransport(Transport):
+    """See the module. Making one is a collective call of all ranks of the group; `leader` is rank 0's address."""
+
+    kind = "shm"
+    auto_order = 1
+    shares_memory = True
+    overlaps_without_spare_core = False
+    clone_as_auto = True  # shared memory may run out
+    send_transfer, recv_transfer = _Send, _Recv
+
+    @classmethod
+    def usable(cls, context: TransportContext, spec: GroupSpec) -> bool:
+        return len({context.hosts[member.rank] for member in spec.members}) == 1
+
+    @classmethod
+    def open(cls, context: TransportContext, spec: GroupSpec, option: str = "") -> Transport:
+        if context.fd_passing is None:
+            raise ValueError("shared memory between ranks needs Linux on x86-64; use the tcp transport")
+        leader = context.places[spec.members[0].rank].fd_passing
+        return cls(spec, context.fd_passing, leader, lambda *given: context.gather(spec, *given))
+
+    def __init__(self, spec: GroupSpec, fd_passing: FdPassing, leader: str, gather: Gather) -> None:
+        super().__init__(spec)
+        self._fd_passing = fd_passing
+        self._leader = leader
+        self._gather = gather
+        pairs = spec.size * spec.size
+        slot = LINKS_BYTES // max(1, pairs * NUM_CHANNELS * NUM_SLOTS)
+        self.slot_bytes = max(MIN_SLOT_BYTES, min(MAX_SLOT_BYTES, slot // PAGE * PAGE))
+        self._link_bytes = round_up(LINE + NUM_SLOTS * LINE, PAGE) + NUM_SLOTS * self.slot_bytes
+        self._links_offset = round_up(NUM_CHANNELS * spec.size * LINE, PAGE)  # before them: the notification words
+        self._arena = self._map("links", self._links_offset + NUM_CHANNELS * pairs * self._link_bytes)
+        self._num_notifications = 0
+        self._links: dict[tuple[int, int, int], _Link] = {}
+
+    def _map(self, name: str, num_bytes: int) -> Arena:
+        """Collective: rank 0 makes the memory, the others fetch it; all succeed or all raise."""
+        key = f"{self.spec.name}/{name}"
+        arena, problem, descriptor = None, "", -1
+        try:
+            if self.rank == 0:
+                try:
+                    descriptor = Arena.create(num_bytes)
+                except HoraError as refusal:
+                    self._fd_passing.refuse(key, str(refusal))
+                    raise
+                self._fd_passing.offer(key, descriptor)
+            else:
+                descriptor = self._fd_passing.fetch(self._leader, key)
+            arena = Arena(descriptor, num_bytes)
+        except (HoraError, OSError) as refusal:
+            problem = str(refusal) or type(refusal).__name__
+        problems = self._gather(key, problem, self.check)
+        if self.rank == 0:
+            self._fd_passing.withdraw(key)
+        if descriptor >= 0:
+            os.close(descriptor)
+        for peer, problem in enumerate(problems):
+            if problem:
+                raise OutOfMemory(f"{self.name_of(peer)}: {problem}")
+        assert arena is not None
+        return arena
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> RegisteredBuffer:
+        part = max(PAGE, round_up(numel * dtype.itemsize, PAGE))
+        header = round_up(self.size * LINE, PAGE)
+        arena = self._map(name, header + self.size * part)
+        arena.populate()
+        memory = ShmBuffer(self, arena)
+        memory.peers = [arena.tensor(header + rank * part, numel, dtype) for rank in range(self.size)]
+        memory.mine = memory.peers[self.rank]
+        memory.storage = arena.tensor(header, self.size * part, torch.uint8)
+        return memory
+
+    def link(self, source: int, target: int, channel: int) -> _Link:
+        key = (source, target, channel)
+        found = self._links.get(key)
+        if found is None:
+            number = (channel * self.size + source) * self.size + target
+            with torch.inference_mode(False):  # its views serve calls of either kind
+                offset = self._links_offset + number * self._link_bytes
+                found = self._links[key] = _Link(self._arena, offset, self.slot_bytes)
+        return found
+
+    def notify(self, peer: int, channel: int) -> None:
+        """Tells `peer` that something has changed on a link with it."""
+        index = (channel * self.size + peer) * (LINE // 4)
+        self._num_notifications += 1
+        halves = self._arena.halves
+        # A value that no other rank ever writes: a waiter that saw an older one cannot mistake it.
+        halves[index] = (self._num_notifications * self.size + self.rank) & 0xFFFFFFFF
+        futex.fence()
+        if halves[index + LINE // 8]:
+            futex.wake(self._arena.address + index * 4)
+
+    def _idle(self, transfer: Transfer, rounds: int) -> None:
+        if self.oversubscribed or self.background:
+            if rounds <= YIELDS:
+                os.sched_yield()
+                return
+        elif rounds <= 30:
+            return
+        index = (transfer.channel * self.size + self.rank) * (LINE // 4)
+        halves = self._arena.halves
+        seen = halves[index]
+        halves[index + LINE // 8] = 1
+        futex.fence()
+        if not self._advance(transfer.channel):
+            futex.wait(self._arena.address + index * 4, seen, POLL_S)
+        halves[index + LINE // 8] = 0
+
+
 class ShmBuffer(RegisteredBuffer):
-    """Per rank one line: the flag, two stamps (by parity of the turn) and, half a line on, the sleep mark."""
+    """Per rank one LINE: the flag, two fingerprints (by parity of the epoch) and, half a line on, the sleep mark."""
 
     def __init__(self, transport: ShmTransport, arena: Arena) -> None:
         self._transport = transport
-        self._arena = arena
+        self._address = arena.address
         self._words = arena.words
         self._halves = arena.halves
         self._flag = [rank * (LINE // 8) for rank in range(transport.size)]
@@ -273,22 +255,21 @@ class ShmBuffer(RegisteredBuffer):
         self._others = [rank for rank in range(transport.size) if rank != transport.rank]
         self._other_flags = [self._flag[rank] for rank in self._others]
         self._other_marks = [self._mark[rank] for rank in self._others]
-        self._my_address = arena.address + self._me * 8
 
-    def signal(self, value: int, stamp: int | None = None) -> None:
+    def signal(self, value: int, fingerprint: int | None = None) -> None:
         words, me = self._words, self._me
-        if stamp is not None:
-            words[me + 1 + ((value >> 2) & 1)] = stamp
+        if fingerprint is not None:
+            words[me + 1 + ((value >> 2) & 1)] = fingerprint
         words[me] = value
-        with futex.lock:  # a fence, spelled out: this is the hottest path there is
+        with futex.lock:  # futex.fence(), inlined: this is the hottest path there is
             pass
         halves, name = self._halves, self._transport.rank + 1
         for mark in self._other_marks:
             if halves[mark] == name:
-                futex.wake(self._my_address)
+                futex.wake(self._address + me * 8)
                 return
 
-    def stamp_of(self, peer: int, value: int) -> int:
+    def fingerprint_of(self, peer: int, value: int) -> int:
         return self._words[self._flag[peer] + 1 + ((value >> 2) & 1)]
 
     def await_signal(self, peer: int, value: int) -> None:
@@ -312,8 +293,8 @@ class ShmBuffer(RegisteredBuffer):
 
     def _await(self, peer: int, value: int) -> None:
         transport, words, flag = self._transport, self._words, self._flag[peer]
-        if transport.crowded or transport.background:
-            for _ in range(POLITE_SPINS):
+        if transport.oversubscribed or transport.background:
+            for _ in range(YIELDS):
                 os.sched_yield()
                 if words[flag] >= value:
                     return
@@ -321,17 +302,16 @@ class ShmBuffer(RegisteredBuffer):
             for _ in range(SPINS):
                 if words[flag] >= value:
                     return
-        patience = BoundedWait(transport, (peer,))
+        wait = BoundedWait(transport, (peer,))
         halves, mark = self._halves, self._mark[transport.rank]
-        address = self._arena.address + flag * 8
         while True:
             halves[mark] = peer + 1
             futex.fence()
             seen = words[flag]
             if seen >= value:
                 break
-            futex.wait(address, seen & 0xFFFFFFFF, SLICE_S)
+            futex.wait(self._address + flag * 8, seen & 0xFFFFFFFF, POLL_S)
             if words[flag] >= value:
                 break
-            patience.check()
+            wait.check()
         halves[mark] = 0

@@ -1,14 +1,14 @@
-"""TCP between ranks: authenticated, one connection per direction, peer and channel, a fixed header per message.
+"""The "tcp" transport: authenticated connections, one per direction, peer and channel, a fixed header per message.
 
-A connection is opened by the sender at its first message, so ranks that never talk never connect. After the handshake
-the sender says once who it is (generation, group, rank, channel); a connection of another generation is refused. Then
+The sender opens a connection with its first message, so ranks that never exchange anything never connect. After the
+handshake it introduces itself (generation, group, rank, channel); a connection of another generation is refused. Then
 messages follow each other:
 
-    magic  generation  group  channel  | stamp | number of bytes | data …
-    4      4           4      4          8       8
+    magic  generation  group  channel  | fingerprint | number of bytes | data …
+    4      4           4      4          8             8
 
-The receiver compares the header with what it expects before any data is read, and data goes straight into the expected
-tensor: nothing is ever allocated because a peer said so. Where a rank has an allowance, all its messages share it.
+The receiver compares the header with what it expects before it reads any data, and data goes straight into the expected
+tensor: nothing is allocated because a peer said so. With a rate limit, all messages of a rank share it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,8 +31,11 @@ from ..net import handshake
 from ..net.framing import recv_exactly
 from ..net.handshake import connect
 from ..net.tensor_bytes import tensor_bytes
-from .base import NUM_CHANNELS, SLICE_S, BoundedWait, GroupSpec, Land, Transfer, Transport
+from .base import NUM_CHANNELS, POLL_S, BoundedWait, GroupSpec, Transfer, Transport
 from .rate_limit import RateLimiter
+
+if TYPE_CHECKING:
+    from .context import TransportContext
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +43,7 @@ PURPOSE = "link"
 MAGIC = b"HoRa"
 HEADER = struct.Struct("<4sIIIQQ")
 INTRODUCTION = struct.Struct("<III I")  # generation, group, rank, channel
-PIECE_BYTES = 256 << 10  # what a reduction takes in one go: stays in the cache
+PIECE_BYTES = 256 << 10  # what is reduced in one go: stays in the cache
 
 
 def tune(sock: socket.socket) -> None:
@@ -54,52 +58,60 @@ def tune(sock: socket.socket) -> None:
 
 
 class TcpListener:
-    """A rank's listening end, shared by its groups: hands each incoming connection to the group it is for."""
+    """A rank's listening socket, shared by its groups: hands each incoming connection to the group it is for."""
 
-    def __init__(self, token: bytes, bind: str, allowance: RateLimiter | None = None) -> None:
+    def __init__(self, token: bytes, bind: str, rate_limiter: RateLimiter | None = None) -> None:
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         sock = socket.create_server((bind, 0), family=family, backlog=128)
         self.address: tuple[str, int] = (bind, sock.getsockname()[1])
         self.token = token
-        self.allowance = allowance  # what this rank may send
+        self.rate_limiter = rate_limiter  # of what this rank sends
         self._groups: dict[tuple[int, int], TcpTransport] = {}
-        self._parked: dict[tuple[int, int], list[tuple[socket.socket, int, int]]] = {}
-        self._oldest = 0
+        self._early: dict[tuple[int, int], list[tuple[socket.socket, int, int]]] = {}
+        self._generation = 0
         self._closed = False
-        self._order = threading.Lock()
-        self._listener = handshake.AuthenticatedListener(sock, token, PURPOSE, self._welcome)
+        self._lock = threading.Lock()
+        self._listener = handshake.AuthenticatedListener(sock, token, PURPOSE, self._on_connection)
+
+    @classmethod
+    def open(cls, context: TransportContext) -> TcpListener:
+        rate = context.run.rate_bytes_per_s
+        listener = cls(context.run.token, context.run.bind, RateLimiter(rate) if rate is not None else None)
+        host, port = listener.address
+        context.publish("tcp", f"{host} {port}".encode())
+        return listener
 
     def attach(self, transport: TcpTransport) -> None:
         """From now on connections for this group reach it; those that came early are handed over."""
         key = (transport.spec.generation, transport.spec.group)
-        with self._order:
+        with self._lock:
             self._groups[key] = transport
-            self._oldest = max(self._oldest, transport.spec.generation)
-            early = self._parked.pop(key, [])
+            self._generation = max(self._generation, transport.spec.generation)
+            early = self._early.pop(key, [])
         for sock, rank, channel in early:
             try:
-                transport.adopt(sock, rank, channel)
+                transport.add_incoming(sock, rank, channel)
             except (HoraError, OSError) as problem:
                 log.info("connection dropped: %s", problem)
                 sock.close()
 
     def detach(self, transport: TcpTransport) -> None:
-        with self._order:
+        with self._lock:
             self._groups.pop((transport.spec.generation, transport.spec.group), None)
 
-    def _welcome(self, sock: socket.socket) -> None:
+    def _on_connection(self, sock: socket.socket) -> None:
         data = recv_exactly(sock, INTRODUCTION.size, time.monotonic() + handshake.HANDSHAKE_S)
         generation, group, rank, channel = INTRODUCTION.unpack(data)
-        with self._order:
+        with self._lock:
             if self._closed:
-                raise HoraError(f"rank {rank} came after this port was closed")
-            if generation < self._oldest:
-                raise HoraError(f"rank {rank} speaks for generation {generation}; this is {self._oldest}")
+                raise HoraError(f"rank {rank} connected after this port was closed")
+            if generation < self._generation:
+                raise HoraError(f"rank {rank} belongs to generation {generation}; this is {self._generation}")
             transport = self._groups.get((generation, group))
             if transport is None:
-                self._parked.setdefault((generation, group), []).append((sock, rank, channel))
+                self._early.setdefault((generation, group), []).append((sock, rank, channel))
                 return
-        transport.adopt(sock, rank, channel)
+        transport.add_incoming(sock, rank, channel)
 
     def forget(self) -> None:
         self._listener.forget()
@@ -108,118 +120,23 @@ class TcpListener:
 
     def close(self) -> None:
         self._listener.close()
-        with self._order:
+        with self._lock:
             self._closed = True
-            for early in self._parked.values():
+            for early in self._early.values():
                 for sock, _, _ in early:
                     sock.close()
-            self._parked.clear()
-
-
-class TcpTransport(Transport):
-    """`address_of(peer)` blocks until that peer's address is known; it is asked at the first message to it."""
-
-    kind = "tcp"
-
-    def __init__(self, spec: GroupSpec, port: TcpListener, address_of: Callable[[int], tuple[str, int]]) -> None:
-        super().__init__(spec)
-        self._port = port
-        self.allowance = port.allowance
-        self._address_of = address_of
-        self._out: dict[tuple[int, int], socket.socket] = {}
-        self._in: dict[tuple[int, int], socket.socket] = {}
-        self._news = threading.Condition()
-        port.attach(self)
-
-    def outgoing(self, peer: int, channel: int) -> socket.socket:
-        key = (peer, channel)
-        sock = self._out.get(key)
-        if sock is None:
-            sock = self._dial(peer)
-            tune(sock)
-            sock.sendall(INTRODUCTION.pack(self.spec.generation, self.spec.group, self.rank, channel))
-            sock.setblocking(False)
-            self._out[key] = sock
-        return sock
-
-    def _dial(self, peer: int) -> socket.socket:
-        """HoraError that names the peer, its host and the address that was tried, if nobody answers there."""
-        address = self._address_of(peer)
-        try:
-            return connect(address, self._port.token, PURPOSE, check=BoundedWait(self, (peer,)).check)
-        except HoraError as problem:
-            if problem is self.cause or isinstance(problem, (PeerLost, Timeout)):
-                raise
-            me, whom, where = self.name_of(self.rank), self.name_of(peer), f"{address[0]} port {address[1]}"
-            kind = Unauthorized if isinstance(problem, Unauthorized) else HoraError
-            raise kind(
-                f"{me} cannot reach {whom} at {where}: {problem}. Is this the right interface, and open to the others?"
-            ) from None
-
-    def incoming(self, peer: int, channel: int) -> socket.socket | None:
-        return self._in.get((peer, channel))
-
-    def adopt(self, sock: socket.socket, rank: int, channel: int) -> None:
-        """Takes a connection that `rank` opened; called on the port's threads."""
-        with self._news:
-            if not (0 <= rank < self.size and rank != self.rank and 0 <= channel < NUM_CHANNELS):
-                raise HoraError(f"a connection claims to come from rank {rank}, channel {channel}: there is none")
-            if (rank, channel) in self._in:
-                raise HoraError(f"a second connection claims to come from rank {rank}, channel {channel}")
-            tune(sock)
-            sock.setblocking(False)
-            self._in[rank, channel] = sock
-            self._news.notify_all()
-
-    def _send(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int) -> Transfer:
-        return _Send(self, peer, channel, stamp, tensor)
-
-    def _recv(self, peer: int, tensor: torch.Tensor, channel: int, stamp: int, land: Land) -> Transfer:
-        return _Recv(self, peer, channel, stamp, tensor, None if land is torch.Tensor.copy_ else land)
-
-    def _idle(self, handle: Transfer, rounds: int) -> None:
-        poller = select.poll()
-        watched = 0
-        limit_s = SLICE_S
-        for pending in self._pending(handle.channel):
-            if isinstance(pending, _Send):
-                if self.allowance is not None and (due_s := self.allowance.due_s(pending.num_bytes)):
-                    limit_s = min(limit_s, due_s)  # its socket would take it, and the poll would not sleep
-                    continue
-                poller.register(pending.sock, select.POLLOUT)
-                watched += 1
-            elif (sock := self.incoming(pending.peer, pending.channel)) is not None:
-                poller.register(sock, select.POLLIN)
-                watched += 1
-        if watched or limit_s < SLICE_S:
-            poller.poll(limit_s * 1000)
-        else:
-            with self._news:
-                if self.incoming(handle.peer, handle.channel) is None:
-                    self._news.wait(SLICE_S)
-
-    def forget(self) -> None:
-        for sock in (*self._out.values(), *self._in.values()):
-            sock.close()
-
-    def close(self) -> None:
-        self._port.detach(self)
-        for sock in self._out.values():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_WR)  # what is on its way still arrives
-        self.forget()
+            self._early.clear()
 
 
 class _Send(Transfer):
-    __slots__ = ("parts", "sock", "tensor")
+    __slots__ = ("parts", "sock")
+    transport: TcpTransport
 
-    def __init__(self, transport: TcpTransport, peer: int, channel: int, stamp: int, tensor: torch.Tensor) -> None:
-        super().__init__(transport, peer, channel)
-        data = tensor_bytes(tensor)
-        spec = transport.spec
-        header = HEADER.pack(MAGIC, spec.generation, spec.group, channel, stamp, len(data))
-        self.sock = transport.outgoing(peer, channel)
-        self.tensor = tensor
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        data, spec = tensor_bytes(self.tensor), self.transport.spec
+        header = HEADER.pack(MAGIC, spec.generation, spec.group, self.channel, self.fingerprint, len(data))
+        self.sock = self.transport.outgoing(self.peer, self.channel)
         self.parts = [memoryview(header), data]
 
     @property
@@ -235,8 +152,7 @@ class _Send(Transfer):
             except BlockingIOError:
                 return moved
             except OSError as problem:
-                assert isinstance(self.transport, TcpTransport)
-                raise self.transport.broken((self.peer,), problem) from None
+                raise self.transport.lost_error((self.peer,), problem) from None
             if not sent:
                 return moved
             moved = True
@@ -249,57 +165,40 @@ class _Send(Transfer):
         return True
 
     def _push(self) -> int:
-        """As much as the socket takes and the allowance grants, which may be nothing."""
-        assert isinstance(self.transport, TcpTransport)
-        allowance = self.transport.allowance
-        if allowance is None:
+        """As much as the socket takes and the rate limit grants, which may be nothing."""
+        limiter = self.transport.rate_limiter
+        if limiter is None:
             return self.sock.sendmsg(self.parts)
-        granted = allowance.take(self.num_bytes)
+        left = granted = limiter.take(self.num_bytes)
         if not granted:
             return 0
+        first = []
+        for part in self.parts:
+            first.append(part[:left])
+            left -= len(first[-1])
         sent = 0
         try:
-            sent = self.sock.sendmsg(_first(self.parts, granted))
+            sent = self.sock.sendmsg(first)
         finally:
-            allowance.give_back(granted - sent)
+            limiter.give_back(granted - sent)
         return sent
 
 
-def _first(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """The first `num_bytes` of all parts in a row."""
-    found = []
-    for part in parts:
-        found.append(part[:num_bytes])
-        num_bytes -= len(found[-1])
-    return found
-
-
 class _Recv(Transfer):
-    __slots__ = ("filled", "header", "in_header", "land", "offset", "piece", "stamp", "target", "tensor")
+    __slots__ = ("filled", "header", "in_header", "offset", "piece", "target")
+    transport: TcpTransport
 
-    def __init__(
-        self,
-        transport: TcpTransport,
-        peer: int,
-        channel: int,
-        stamp: int,
-        tensor: torch.Tensor,
-        land: Land | None,
-    ) -> None:
-        super().__init__(transport, peer, channel)
-        self.stamp = stamp
-        self.tensor = tensor
-        self.land = land
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.header = bytearray(HEADER.size)
         self.in_header = True
         self.target = memoryview(self.header)
         self.filled = 0
-        self.offset = 0  # elements that have landed
-        self.piece = tensor
+        self.offset = 0  # elements that are complete
+        self.piece = self.tensor
 
     def advance(self) -> bool:
         transport = self.transport
-        assert isinstance(transport, TcpTransport)
         sock = transport.incoming(self.peer, self.channel)
         if sock is None:
             return False
@@ -310,37 +209,132 @@ class _Recv(Transfer):
             except BlockingIOError:
                 return moved
             except OSError as problem:
-                raise transport.broken((self.peer,), problem) from None
+                raise transport.lost_error((self.peer,), problem) from None
             if count == 0:
-                raise transport.broken((self.peer,), "the connection was closed")
+                raise transport.lost_error((self.peer,), "the connection was closed")
             moved = True
             self.filled += count
             if self.filled == len(self.target):
-                self._complete(transport)
+                self._complete()
         return moved
 
-    def _complete(self, transport: TcpTransport) -> None:
-        """The header, or a piece of the data, is whole."""
+    def _complete(self) -> None:
+        """The header, or a piece of the data, is complete."""
+        tensor = self.tensor
         if self.in_header:
             self.in_header = False
-            spec = transport.spec
-            expected = self.tensor.numel() * self.tensor.element_size()
-            if HEADER.unpack(self.header) != (
-                MAGIC, spec.generation, spec.group, self.channel, self.stamp, expected
-            ):  # fmt: skip
-                raise transport.watcher.differ(self.peer, self.channel)
-            if self.land:
-                self.piece = torch.empty(
-                    min(self.tensor.numel(), PIECE_BYTES // self.tensor.element_size()), dtype=self.tensor.dtype
-                )
-        elif self.land:
-            count = len(self.target) // self.tensor.element_size()
-            self.land(self.tensor[self.offset : self.offset + count], self.piece[:count])
+            spec, num_bytes = self.transport.spec, tensor.numel() * tensor.element_size()
+            expected = (MAGIC, spec.generation, spec.group, self.channel, self.fingerprint, num_bytes)
+            if HEADER.unpack(self.header) != expected:
+                raise self.transport.observer.mismatch(self.peer, self.channel)
+            if self.combine:
+                self.piece = torch.empty(min(tensor.numel(), PIECE_BYTES // tensor.element_size()), dtype=tensor.dtype)
+        elif self.combine:
+            count = len(self.target) // tensor.element_size()
+            self.combine(tensor[self.offset : self.offset + count], self.piece[:count])
             self.offset += count
         else:
-            self.offset = self.tensor.numel()
-        left = self.tensor.numel() - self.offset
+            self.offset = tensor.numel()
+        left = tensor.numel() - self.offset
         self.done = left == 0
         if not self.done:
             self.target = tensor_bytes(self.piece[: min(left, self.piece.numel())])
             self.filled = 0
+
+
+class TcpTransport(Transport):
+    """`address_of(peer)` blocks until that peer's address is known; it is called for the first message to it."""
+
+    kind = "tcp"
+    auto_order = 2
+    limits_rate = True
+    send_transfer, recv_transfer = _Send, _Recv
+
+    @classmethod
+    def open(cls, context: TransportContext, spec: GroupSpec, option: str = "") -> Transport:
+        def address_of(peer: int) -> tuple[str, int]:
+            host, port = context.published(spec.members[peer].rank, "tcp").decode().split()
+            return host, int(port)
+
+        return cls(spec, context.resource("tcp", TcpListener.open), address_of)
+
+    def __init__(self, spec: GroupSpec, listener: TcpListener, address_of: Callable[[int], tuple[str, int]]) -> None:
+        super().__init__(spec)
+        self._listener = listener
+        self.rate_limiter = listener.rate_limiter
+        self._address_of = address_of
+        self._out: dict[tuple[int, int], socket.socket] = {}
+        self._in: dict[tuple[int, int], socket.socket] = {}
+        self._connected = threading.Condition()
+        listener.attach(self)
+
+    def outgoing(self, peer: int, channel: int) -> socket.socket:
+        sock = self._out.get((peer, channel))
+        if sock is None:
+            sock = self._connect(peer)
+            tune(sock)
+            sock.sendall(INTRODUCTION.pack(self.spec.generation, self.spec.group, self.rank, channel))
+            sock.setblocking(False)
+            self._out[peer, channel] = sock
+        return sock
+
+    def _connect(self, peer: int) -> socket.socket:
+        """HoraError names the peer, its host and the address that was tried, if there is no answer."""
+        address = self._address_of(peer)
+        try:
+            return connect(address, self._listener.token, PURPOSE, check=BoundedWait(self, (peer,)).check)
+        except HoraError as problem:
+            if problem is self.cause or isinstance(problem, (PeerLost, Timeout)):
+                raise
+            me, other, where = self.name_of(self.rank), self.name_of(peer), f"{address[0]} port {address[1]}"
+            kind = Unauthorized if isinstance(problem, Unauthorized) else HoraError
+            raise kind(
+                f"{me} cannot reach {other} at {where}: {problem}. Is this the right interface, and open to the others?"
+            ) from None
+
+    def incoming(self, peer: int, channel: int) -> socket.socket | None:
+        return self._in.get((peer, channel))
+
+    def add_incoming(self, sock: socket.socket, rank: int, channel: int) -> None:
+        """Takes a connection that `rank` opened; called on the listener's threads."""
+        with self._connected:
+            if not (0 <= rank < self.size and rank != self.rank and 0 <= channel < NUM_CHANNELS):
+                raise HoraError(f"a connection claims to come from rank {rank}, channel {channel}, which do not exist")
+            if (rank, channel) in self._in:
+                raise HoraError(f"a second connection claims to come from rank {rank}, channel {channel}")
+            tune(sock)
+            sock.setblocking(False)
+            self._in[rank, channel] = sock
+            self._connected.notify_all()
+
+    def _idle(self, transfer: Transfer, rounds: int) -> None:
+        poller = select.poll()
+        watched = 0
+        limit_s = POLL_S
+        for pending in self._pending(transfer.channel):
+            if isinstance(pending, _Send):
+                if self.rate_limiter is not None and (due_s := self.rate_limiter.due_s(pending.num_bytes)):
+                    limit_s = min(limit_s, due_s)  # its socket would take it, and the poll would not sleep
+                    continue
+                poller.register(pending.sock, select.POLLOUT)
+                watched += 1
+            elif (sock := self.incoming(pending.peer, pending.channel)) is not None:
+                poller.register(sock, select.POLLIN)
+                watched += 1
+        if watched or limit_s < POLL_S:
+            poller.poll(limit_s * 1000)
+        else:
+            with self._connected:
+                if self.incoming(transfer.peer, transfer.channel) is None:
+                    self._connected.wait(POLL_S)
+
+    def forget(self) -> None:
+        for sock in (*self._out.values(), *self._in.values()):
+            sock.close()
+
+    def close(self) -> None:
+        self._listener.detach(self)
+        for sock in self._out.values():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)  # what is in flight still arrives
+        self.forget()

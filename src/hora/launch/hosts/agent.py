@@ -26,7 +26,7 @@ from hora.coordinator.client import PURPOSE as CONTROL
 from hora.errors import HoraError
 from hora.net import handshake, interface
 from hora.net.handshake import connect
-from hora.net.interface import kernel
+from hora.net.machine import namespace_id
 
 from ...net.machine import num_cores
 from ...rendezvous.environment import NAMES
@@ -175,7 +175,7 @@ class Agent:
             executable=sys.executable,
             cores=num_cores(),
             time_ns=time.time_ns(),
-            machine=kernel("net"),
+            machine=namespace_id("net"),
             client=client,
             server=server,
             problem=self._obstacle(hello),
@@ -203,7 +203,7 @@ class Agent:
         """Does a handshake with the coordinator, and opens a port that other hosts can probe."""
         address = ""
         try:
-            address = interface.named(route.interface) if route.interface else interface.route_to(route.host)
+            address = interface.address_on(route.interface) if route.interface else interface.route_to(route.host)
             connect((route.host, route.port), token, CONTROL, PROBE_S).close()
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listening = socket.create_server((address, 0), family=family, backlog=128)

@@ -228,7 +228,7 @@ def _launcher_address(config: RunConfig, host: RemoteHost) -> str:
         return config.bind
     if config.interface:
         with contextlib.suppress(ValueError):  # this machine may be outside of the network between the hosts
-            return interface.named(config.interface)
+            return interface.address_on(config.interface)
     if not host.facts.server:
         return ""
     if host.facts.client in interface.addresses().values():

@@ -123,8 +123,8 @@ class SharedMemoryReducer(Reducer):
         self._num_launches = [0] * len(buckets)
         self._times: dict[int, list[float]] = {}  # by bucket: when it was launched, and posted
         if spans.on:
-            self._mailbox.done = self._note_done
-            self._mailbox.waited = self._note_wait if self._task_thread is None else None
+            self._mailbox.on_done = self._note_done
+            self._mailbox.on_waited = self._note_wait if self._task_thread is None else None
 
     def open(self) -> None:
         self.group.begin_call(self._text)
@@ -170,8 +170,8 @@ class SharedMemoryReducer(Reducer):
 
     def nonfinite_grads(self) -> NonfiniteGrads:
         found = []
-        for number, shard in self._mailbox.suspects():
-            for rank in self._mailbox.culprits(number, shard):
+        for number, shard in self._mailbox.nonfinite_shards():
+            for rank in self._mailbox.nonfinite_ranks(number, shard):
                 found.append((rank, self.buckets[number].segments[shard].index))
         return found
 

@@ -70,7 +70,7 @@ class ReplicatedSync(Sync):
         self.registry.agree(group)
         self.home = group
         self.group = group.clone()
-        self.group.describe_wait = lambda: f"the exchange of gradients of step {self.hooks.step + 1}"
+        self.group.describe_wait = lambda: f"averaging gradients in step {self.hooks.step + 1}"
         self._buffers.remember()
         self._backward.hook()
 

@@ -158,7 +158,7 @@ class ShardedSync(ReplicatedSync):
         for members, size in zip(storages.values(), sizes, strict=True):
             if size:
                 # A storage of its own for each, so that saving one tensor does not save them all.
-                room = torch.from_dlpack(memory.span[at : at + size])
+                room = torch.from_dlpack(memory.storage[at : at + size])
                 storage = members[0].untyped_storage()
                 if group.rank == 0:
                     room[: storage.nbytes()].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))

@@ -79,7 +79,7 @@ class LocalSync(CountsRounds, LocalGradients):  # type: ignore[misc, override]
         compression.warn_of_one_host(self.strategy.wire, group)
         self.registry.agree(group)
         self.group = group.clone()
-        self.group.describe_wait = lambda: f"the averaging of parameters after step {self.hooks.step}"
+        self.group.describe_wait = lambda: f"averaging parameters after step {self.hooks.step}"
         self._all_reduce = CountedAllReduce(self.group, self.strategy.algorithm, self.traffic)
         averager: Averager | None = None
         if self.strategy.via == "ps":

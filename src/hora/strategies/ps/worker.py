@@ -94,7 +94,9 @@ class ParameterServerSync(LocalGradients):
         self._client, self._flat_parameters = self._connections.client, self._connections.flat_parameters
         if group.deadlocks is not None and self.lockstep:
             self._client.on_slow_wait = group.deadlocks.on_long_wait
-            self._step_wait = group.deadlocks.scope("servers", self._doing, self._is_aborted, lambda: self._num_pushes)
+            self._step_wait = group.deadlocks.scope(
+                "servers", lambda: f"while {self._doing()}", self._is_aborted, lambda: self._num_pushes
+            )
         if self.lockstep:
             self._connections.gather_local_ranks(group)
         self._archive = ServerStateArchive(self.registry, self._client)
@@ -228,7 +230,7 @@ class ParameterServerSync(LocalGradients):
                 self._conclude(self._client.pull())
 
     def _doing(self) -> str:
-        return f"the servers' update of step {self.hooks.step + 1}"
+        return f"updating parameters on the servers in step {self.hooks.step + 1}"
 
     def _begin(self, number: int) -> BeginStep:
         settings = hyperparameters.read(self.registry.optimizers)

@@ -173,7 +173,7 @@ def test_too_little_memory_is_one_warning_and_tcp(
     monkeypatch.setattr(memory_limit, "available_bytes", lambda: 65 * MIB)
     assert run(3, reduces, "auto") == ["tcp"] * 3
     (warning,) = warnings_of(caplog)
-    assert "TCP" in warning and "65 MiB left" in warning and "rank 0" in warning
+    assert "use tcp" in warning and "65 MiB left" in warning and "rank 0" in warning
 
 
 @needs_shm
@@ -187,7 +187,7 @@ def test_a_refused_memfd_is_one_warning_and_tcp(
     monkeypatch.setattr(os, "memfd_create", refuse)
     assert run(3, reduces, "auto") == ["tcp"] * 3
     (warning,) = warnings_of(caplog)
-    assert "TCP" in warning and str(problem.strerror) in warning
+    assert "use tcp" in warning and str(problem.strerror) in warning
 
 
 @needs_shm

@@ -194,10 +194,10 @@ def test_a_rank_outside_a_group_is_told_so_instead_of_joining_in_with_everybody(
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ([1.0, 2.0], "a torch tensor is wanted, not list"),
-        (3.0, "a torch tensor is wanted, not float"),
-        (torch.ones(3).to_sparse(), "not a sparse_coo one"),
-        (torch.ones(3, device="meta"), "not a meta one"),
+        ([1.0, 2.0], "expected a torch tensor, got list"),
+        (3.0, "expected a torch tensor, got float"),
+        (torch.ones(3).to_sparse(), "got a sparse_coo one"),
+        (torch.ones(3, device="meta"), "got a meta one"),
     ],
 )
 def test_what_is_no_dense_tensor_is_refused_with_the_way_out(value: object, said: str) -> None:

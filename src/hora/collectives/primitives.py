@@ -1,17 +1,17 @@
-"""The collectives that move data without reducing it, and those that reduce to one rank or to shares.
+"""The collectives besides all-reduce, as functions over a Group; tensors are contiguous and on the CPU.
 
-Each is a function over a Group; tensors are contiguous and on the CPU. What travels, per rank, of S bytes each:
+What is sent per rank, of S bytes each:
 
     broadcast       binomial tree: ⌈log2 n⌉ steps, S to each child
     reduce          the same tree upwards: S once
-    all_gather      ring: n − 1 steps, everybody's S but one's own passes through each rank
+    all_gather      ring: n − 1 steps, (n−1) S
     reduce_scatter  ring: n − 1 steps, (n−1)/n of S
     gather, scatter straight to and from the root
     all_to_all      n − 1 pairwise exchanges
-    barrier         ⌈log2 n⌉ rounds of empty messages (dissemination), or one turn at shared memory
+    barrier         ⌈log2 n⌉ rounds of empty messages (dissemination), or one epoch of shared memory
 
-Where data flows one way only (broadcast, reduce, gather, scatter) a rank could be done before it meets another that
-means something else. So these begin with a barrier: it carries the call's stamp past everybody.
+Where data flows one way only (broadcast, reduce, gather, scatter) a rank could be done before it receives anything from
+a rank that made another call. So these begin with a barrier, in which all compare the call's fingerprint.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def reduce(group: Group, flat: torch.Tensor, operation: Operation, root: int) ->
 
 
 def all_gather(group: Group, tensor: torch.Tensor) -> list[torch.Tensor]:
-    heads = [torch.zeros(MAX_DIMS + 2, dtype=torch.int64) for _ in range(group.size)]
-    heads[group.rank] = _head(tensor)
-    ring.all_gather(group, heads, owner_shift=0)
-    parts = [tensor.clone() if rank == group.rank else _room(head) for rank, head in enumerate(heads)]
-    ring.all_gather(group, [part.view(-1) for part in parts], owner_shift=0)
+    headers = [torch.zeros(MAX_DIMS + 2, dtype=torch.int64) for _ in range(group.size)]
+    headers[group.rank] = _header(tensor)
+    ring.all_gather(group, headers)
+    parts = [tensor.clone() if rank == group.rank else _allocate(header) for rank, header in enumerate(headers)]
+    ring.all_gather(group, [part.view(-1) for part in parts])
     return parts
 
 
 def reduce_scatter(group: Group, tensor: torch.Tensor, operation: Operation) -> torch.Tensor:
     """The share is a part of `tensor`, whose other rows are overwritten."""
     shares = [tensor[start:stop] for start, stop in bounds(tensor.shape[0], group.size)]
-    ring.scatter_reduce(group, [share.view(-1) for share in shares], operation, owner_shift=0)
+    ring.scatter_reduce(group, [share.view(-1) for share in shares], operation)
     mine = shares[group.rank]
     operation.finish(mine, group.size)
     return mine
@@ -66,18 +66,18 @@ def reduce_scatter(group: Group, tensor: torch.Tensor, operation: Operation) -> 
 def gather(group: Group, tensor: torch.Tensor, root: int) -> list[torch.Tensor] | None:
     barrier(group)
     if group.rank != root:
-        _give_whole(group, root, tensor)
+        _send(group, root, tensor)
         return None
-    return [tensor.clone() if peer == root else _take_whole(group, peer) for peer in range(group.size)]
+    return [tensor.clone() if peer == root else _recv(group, peer) for peer in range(group.size)]
 
 
 def scatter(group: Group, parts: Sequence[torch.Tensor] | None, root: int) -> torch.Tensor:
     barrier(group)
     if group.rank != root:
-        return _take_whole(group, root)
+        return _recv(group, root)
     assert parts is not None
     for peer in group.others:
-        _give_whole(group, peer, parts[peer].contiguous())
+        _send(group, peer, parts[peer].contiguous())
     return parts[root].clone()
 
 
@@ -87,52 +87,51 @@ def all_to_all(group: Group, parts: Sequence[torch.Tensor]) -> list[torch.Tensor
     for distance in range(1, group.size):
         target, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
         part = parts[target].contiguous()
-        sending = [group.give(target, _head(part)), group.give(target, part.view(-1))]
-        received[source] = _take_whole(group, source)
-        for handle in sending:
-            handle.wait()
+        sending = [group.send_chunk(target, _header(part)), group.send_chunk(target, part.view(-1))]
+        received[source] = _recv(group, source)
+        for transfer in sending:
+            transfer.wait()
     return received
 
 
 def barrier(group: Group) -> None:
     if group.transport.shares_memory:
-        registered = group.staging.registered
-        turn = registered.turn
-        registered.turn = turn + 1
-        group.meet(registered, turn)
+        buffer = group.staging.buffer
+        epoch = buffer.epoch
+        buffer.epoch = epoch + 1
+        group.arrive_and_wait(buffer, epoch)
         return
     nothing = torch.empty(0, dtype=torch.uint8)
     reach = 1
     while reach < group.size:
-        sending = group.give((group.rank + reach) % group.size, nothing)
-        group.take((group.rank - reach) % group.size, nothing).wait()
+        sending = group.send_chunk((group.rank + reach) % group.size, nothing)
+        group.recv_chunk((group.rank - reach) % group.size, nothing).wait()
         sending.wait()
         reach *= 2
 
 
-def _head(tensor: torch.Tensor) -> torch.Tensor:
+def _header(tensor: torch.Tensor) -> torch.Tensor:
     """Dtype and shape as numbers, for a receiver that does not know them."""
     check_dtype(tensor.dtype)
     if tensor.dim() > MAX_DIMS:
-        raise ValueError(f"a tensor of {tensor.dim()} dimensions; {MAX_DIMS} are the most that travel")
-    head = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    return torch.tensor(head + [0] * (MAX_DIMS + 2 - len(head)), dtype=torch.int64)
+        raise ValueError(f"tensor has {tensor.dim()} dimensions; at most {MAX_DIMS} are supported")
+    header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    return torch.tensor(header + [0] * (MAX_DIMS + 2 - len(header)), dtype=torch.int64)
 
 
-def _room(head: torch.Tensor) -> torch.Tensor:
-    code, dims, *shape = head.tolist()
+def _allocate(header: torch.Tensor) -> torch.Tensor:
+    code, dims, *shape = header.tolist()
     return torch.empty(shape[:dims], dtype=DTYPES[code])
 
 
-def _give_whole(group: Group, peer: int, tensor: torch.Tensor) -> None:
-    first, second = group.give(peer, _head(tensor)), group.give(peer, tensor.view(-1))
-    first.wait()
-    second.wait()
+def _send(group: Group, peer: int, tensor: torch.Tensor) -> None:
+    for transfer in [group.send_chunk(peer, _header(tensor)), group.send_chunk(peer, tensor.view(-1))]:
+        transfer.wait()
 
 
-def _take_whole(group: Group, peer: int) -> torch.Tensor:
-    head = torch.empty(MAX_DIMS + 2, dtype=torch.int64)
-    group.take(peer, head).wait()
-    tensor = _room(head)
-    group.take(peer, tensor.view(-1)).wait()
+def _recv(group: Group, peer: int) -> torch.Tensor:
+    header = torch.empty(MAX_DIMS + 2, dtype=torch.int64)
+    group.recv_chunk(peer, header).wait()
+    tensor = _allocate(header)
+    group.recv_chunk(peer, tensor.view(-1)).wait()
     return tensor

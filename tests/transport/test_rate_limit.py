@@ -1,4 +1,4 @@
-"""A rank with an allowance sends no faster than it, whatever it sends, and what it sends arrives as ever."""
+"""A rank with a rate limit sends no faster than it, whatever it sends, and what it sends arrives as ever."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Clock:
 
 def test_grants_never_exceed_the_rate_and_one_burst() -> None:
     clock = Clock()
-    allowance = RateLimiter(RATE, clock)
+    limiter = RateLimiter(RATE, clock)
     granted = 0
     for _ in range(1000):
-        granted += allowance.take(1 << 20)
+        granted += limiter.take(1 << 20)
         assert granted <= BURST + RATE * (clock.now - 100.0)
         clock.now += 0.0007
     assert granted >= RATE * 0.69
@@ -36,27 +36,27 @@ def test_grants_never_exceed_the_rate_and_one_burst() -> None:
 
 def test_silence_saves_up_no_more_than_a_burst() -> None:
     clock = Clock()
-    allowance = RateLimiter(RATE, clock)
+    limiter = RateLimiter(RATE, clock)
     clock.now += 3600
-    assert allowance.take(1 << 30) == int(BURST) and allowance.take(1 << 30) == 0
+    assert limiter.take(1 << 30) == int(BURST) and limiter.take(1 << 30) == 0
 
 
 def test_something_large_waits_for_a_piece_and_something_small_for_itself() -> None:
     clock = Clock()
-    allowance = RateLimiter(RATE, clock)
-    allowance.take(1 << 30)
-    assert allowance.take(100) == 0
-    assert allowance.due_s(1 << 30) == pytest.approx(PIECE_BYTES / RATE, rel=0.01)
-    assert allowance.due_s(100) == pytest.approx(100 / RATE, rel=0.02)
+    limiter = RateLimiter(RATE, clock)
+    limiter.take(1 << 30)
+    assert limiter.take(100) == 0
+    assert limiter.due_s(1 << 30) == pytest.approx(PIECE_BYTES / RATE, rel=0.01)
+    assert limiter.due_s(100) == pytest.approx(100 / RATE, rel=0.02)
     clock.now += 101 / RATE
-    assert allowance.take(1 << 30) == 0 and allowance.take(100) == 100
+    assert limiter.take(1 << 30) == 0 and limiter.take(100) == 100
 
 
 def test_what_was_given_back_may_be_taken_again() -> None:
-    allowance = RateLimiter(RATE, Clock())
-    granted = allowance.take(1 << 30)
-    allowance.give_back(granted)
-    assert allowance.take(1 << 30) == granted
+    limiter = RateLimiter(RATE, Clock())
+    granted = limiter.take(1 << 30)
+    limiter.give_back(granted)
+    assert limiter.take(1 << 30) == granted
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "halving", "star", "tree"])

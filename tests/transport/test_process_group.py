@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import hora
 from hora.collectives import Group
-from hora.transport.process_group import _fitting
+from hora.transport.process_group import _choose
 from ranks import Run
 
 
@@ -73,7 +73,7 @@ def test_ranks_that_name_different_backends_are_told_at_every_attempt() -> None:
 
 
 def test_backends_fit_the_gpus_of_all_ranks() -> None:
-    assert _fitting(["", ""]) == _fitting(["a", ""]) == "gloo"
-    assert _fitting(["a", "b"]) == "cpu:gloo,cuda:nccl"
+    assert _choose(["", ""]) == _choose(["a", ""]) == "gloo"
+    assert _choose(["a", "b"]) == "cpu:gloo,cuda:nccl"
     with pytest.raises(ValueError, match="ranks 0 and 2 share a GPU"):
-        _fitting(["a", "b", "a"])
+        _choose(["a", "b", "a"])
