@@ -122,7 +122,7 @@ def test_a_bad_strategy_says_what_exists(strategy: str, said: str) -> None:
 
 
 def test_a_bad_transport_says_what_exists() -> None:
-    with pytest.raises(ValueError, match="unknown transport 'pigeon'; there are: auto, shm, tcp, engine"):
+    with pytest.raises(ValueError, match="unknown transport 'pigeon'; there are: auto, engine, memory, shm, tcp"):
         hora.init(transport="pigeon")
     assert hora.init().size == 1
 

@@ -42,7 +42,7 @@ def find(kind: str) -> type[Transport]:
         for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
             point.load()
     if name not in known:
-        raise ValueError(f"unknown transport {kind!r}; there are: {', '.join(('auto', *known))}")
+        raise ValueError(f"unknown transport {kind!r}; there are: {', '.join(('auto', *sorted(known)))}")
     return known[name]
 
 
