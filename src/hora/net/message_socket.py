@@ -43,6 +43,7 @@ class MessageSocket:
     ) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self.sent_bytes = 0  # of tensors
         self.peer: tuple[str, int] | None = None  # role and rank of the other end, once it has introduced itself
         self._payload_buffer = payload_buffer
         self._encode = encode
@@ -75,6 +76,7 @@ class MessageSocket:
         if len(data):
             self._out.append(data)
             self._held.append(payload)
+            self.sent_bytes += len(data)
         self.flush()
 
     def flush(self) -> None:
