@@ -32,15 +32,14 @@ from ..net.message_socket import ConnectionClosed, MessageSocket
 from ..parameters.registry import ParameterRegistry
 from ..rendezvous.context import RunContext
 from ..transport.tcp import tune
-from . import messages
+from . import messages, stats
 from .block_memory import BlockMemory
 from .connection import PARAMETERS_KEY, copy_key
-from .layout import BlockLayout
+from .layout import BlockLayout, ServerPart
 from .messages import ChunkReady, ServerMessage
 from .push_codec import PushCodec
 from .request_handler import RequestHandler
 from .state import Rules, ServerState
-from .stats import StatsReporter
 from .store import Outbox, ParameterStore
 from .worker_session import WorkerSession
 
@@ -77,8 +76,8 @@ class ServerLoop:
         self._dtypes = [p.dtype for p in parameters]
         self._codec = PushCodec(rules.wire, rules.codec, self._part, self._dtypes)
         entries = registry.entries()
-        self._max_blob_bytes = BLOB_BYTES + ELEMENT_BYTES * self._num_elements(entries)
-        memory = self._allocate()
+        self._max_blob_bytes = _max_blob_bytes(self._part, number, entries)
+        memory = _allocate(self._part, number)
         history = os.path.join(context.history, f"server-{number}.jsonl") if context.history else ""
         self._history = open(history, "a", buffering=1) if history else None  # noqa: SIM115
         self.server = ServerState(
@@ -107,7 +106,7 @@ class ServerLoop:
         self._busy_s = 0.0
         self._started = time.monotonic()
         self._reporter = (
-            StatsReporter(number, self._part.parameter_bytes, context.control.report) if context.watched else None
+            stats.StatsReporter(number, self._part.parameter_bytes, context.control.report) if context.watched else None
         )
         context.control.subscribe(self._on_event)
         alive = {member.rank for member in context.control.members() if member.role == "worker"}
@@ -118,20 +117,6 @@ class ServerLoop:
         self._listen(memory)
         if number and (rules.backup or rules.clip_norm is not None or rules.counts_clocks):
             self._connect_first()
-
-    def _num_elements(self, entries: list[list[Any]]) -> int:
-        """Of the model, and of the rows that this server may hold of tables: an upper bound of what workers may
-        send."""
-        tables = [chunk.table for chunk in self._part.chunks if chunk.table is not None]
-        rows = sum(table.rows_on(self._number) * table.width for table in tables)
-        return rows + sum(math.prod(entry[1]) for entry in entries)
-
-    def _allocate(self) -> BlockMemory:
-        try:
-            return BlockMemory.shared(len(self._part.blocks), self._part.num_bytes)
-        except OutOfMemory as problem:
-            log.warning("server %d: no shared memory, so its parameters go over TCP: %s", self._number, problem)
-            return BlockMemory(len(self._part.blocks), self._part.num_bytes)
 
     def _listen(self, memory: BlockMemory) -> None:
         """Opens a TCP port, and where memory can be shared a Unix socket: a message over TCP costs ten times as
@@ -409,21 +394,24 @@ class ServerLoop:
     # -- statistics ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        counts = self.server.counts
-        return {
-            "server": self._number,
-            "updates": counts.updates,
-            "bytes_in": counts.bytes_in,
-            "bytes_out": counts.bytes_out,
-            "dropped": counts.dropped,
-            "skipped": counts.skipped,
-            "lags": {str(lag): count for lag, count in sorted(counts.lags.items())},
-            "busy_s": round(self._busy_s, 4),
-            "seconds": round(time.monotonic() - self._started, 4),
-            "load_bytes": self._part.parameter_bytes,
-            "cpu_s": round(time.thread_time(), 4),
-        }
+        return stats.collect(self.server.counts, self._number, self._part.parameter_bytes, self._busy_s, self._started)
 
     def _write_history(self, kind: str, **facts: Any) -> None:
         assert self._history is not None
         self._history.write(json.dumps({"server": self._number, "kind": kind, **facts}) + "\n")
+
+
+def _max_blob_bytes(part: ServerPart, server: int, entries: list[list[Any]]) -> int:
+    """By the elements of the model, and of the rows that this server may hold of tables."""
+    tables = [chunk.table for chunk in part.chunks if chunk.table is not None]
+    num_elements = sum(table.rows_on(server) * table.width for table in tables)
+    num_elements += sum(math.prod(entry[1]) for entry in entries)
+    return BLOB_BYTES + ELEMENT_BYTES * num_elements
+
+
+def _allocate(part: ServerPart, server: int) -> BlockMemory:
+    try:
+        return BlockMemory.shared(len(part.blocks), part.num_bytes)
+    except OutOfMemory as problem:
+        log.warning("server %d: no shared memory, so its parameters go over TCP: %s", server, problem)
+        return BlockMemory(len(part.blocks), part.num_bytes)

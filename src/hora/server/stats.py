@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import HoraError
 from ..monitor.messages import EVERY_S, ServerReport, encode
 from .state import ServerState
+from .store import ServerCounts
 
 IDLE_S = 2.0  # between two reports of an idle server
 
@@ -51,8 +52,25 @@ class StatsReporter:
             self._send(encode(report))
 
 
+def collect(counts: ServerCounts, server: int, load_bytes: int, busy_s: float, started: float) -> dict[str, Any]:
+    """A server's totals as plain values; `started` is of time.monotonic(). Called on the server's thread."""
+    return {
+        "server": server,
+        "updates": counts.updates,
+        "bytes_in": counts.bytes_in,
+        "bytes_out": counts.bytes_out,
+        "dropped": counts.dropped,
+        "skipped": counts.skipped,
+        "lags": {str(lag): count for lag, count in sorted(counts.lags.items())},
+        "busy_s": round(busy_s, 4),
+        "seconds": round(time.monotonic() - started, 4),
+        "load_bytes": load_bytes,
+        "cpu_s": round(time.thread_time(), 4),
+    }
+
+
 def summary(stats: dict[str, Any]) -> str:
-    """One line about what a server has done, from `ServerLoop.stats()`."""
+    """One line about what a server has done, from what `collect` gave."""
     seconds = max(stats["seconds"], 1e-9)
     total = sum(stats["lags"].values())
     text = (f"server {stats['server']} ({stats['load_bytes'] / 1e6:.1f} MB): {stats['updates']} updates, "
