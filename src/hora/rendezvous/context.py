@@ -84,7 +84,7 @@ class RunContext(ProcessIdentity):
     """
 
     control: CoordinatorConnection
-    token: bytes
+    token: bytes = dataclasses.field(repr=False)
     service: CoordinatorService | None = None  # the coordinator, where this process hosts it
     store: Any = None  # torchrun's store; it must live as long as other ranks may read it
     bind: str = LOOPBACK
