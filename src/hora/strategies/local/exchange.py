@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENDED = 2.0
+PARAMETERS = -1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +46,8 @@ class RoundStatus(StepStatus):
     tail: ClassVar[str] = "samples"
 
     warming_up: float = 0.0  # in the steps before the first round
-    gradients: float = 0.0  # it brings gradients instead of parameters, those of optimizer `number`
-    number: float = 0.0
-    found_inf: float = 0.0  # its GradScaler has found an infinity in them
+    optimizer: float = PARAMETERS  # it brings the gradients of this optimizer, or parameters
+    found_inf: float = 0.0  # its GradScaler has found an infinity in the gradients
     fragment: float = 0.0  # it brings this fragment
     broke: float = 0.0  # it left its loop before the end; ENDED: its script ended inside the loop
     missed_batch: float = 0.0  # it had no samples in a batch, so its loop has not stepped its schedulers there
@@ -156,28 +156,27 @@ class Exchanger:
         self._round.add_work(time.perf_counter() - self._resumed_s)
         self.resume()
         status = RoundStatus(
-            warming_up=float(self._round.warming_up),
-            loop=float(self._hooks.loop),
-            stop=float(self._hooks.stop_wanted),
-            step=float(self._round.num_steps),
+            warming_up=self._round.warming_up,
+            loop=self._hooks.loop,
+            stop=self._hooks.stop_wanted,
+            step=self._round.num_steps,
             step_s=self._round.step_s,
-            trained=float(zlib.crc32(repr(self.trained).encode())),
+            trained=zlib.crc32(repr(self.trained).encode()),
             buffers=self.buffer_sync.status,
             samples=self._round.samples,
         )
         return Exchange(dataclasses.replace(status, **given), self._fragments)
 
     def start(self, exchange: Exchange, fragment: int) -> None:
-        """Packs a fragment. With overlap, runs the exchange on a thread; `finish` waits for it."""
+        """Packs a fragment as it is now, and exchanges it on a thread. `finish` waits for the result."""
         with torch.no_grad():
             exchange.vectors[fragment] = self.averager.pack(exchange.fragments[fragment])
-        if self._strategy.overlap:
-            if fragment == len(exchange.fragments) - 1:
-                exchange.buffers = self.buffer_sync.pack()
-            self._group.transport.background = True
-            self.in_flight = exchange
-            self._handle = self._task_thread.submit(lambda: self._exchange(exchange, exposed=False))
-            self._round.begin_overlapped()
+        if fragment == len(exchange.fragments) - 1:
+            exchange.buffers = self.buffer_sync.pack()
+        self._group.transport.background = True
+        self.in_flight = exchange
+        self._handle = self._task_thread.submit(lambda: self._exchange(exchange, exposed=False))
+        self._round.begin_overlapped()
 
     def finish(self) -> Exchange:
         """Blocks until the exchange in flight is done, and returns it. Raises its error."""
@@ -220,8 +219,8 @@ class Exchanger:
         active = exchange.active
         if exchange.found_inf:
             pass  # no worker takes this step
-        elif active and active[0].gradients:
-            optimizer = self._registry.optimizers[int(active[0].number)]
+        elif active and active[0].optimizer != PARAMETERS:
+            optimizer = self._registry.optimizers[int(active[0].optimizer)]
             shares = sample_shares(exchange.statuses, 0)
             average_gradients(self._all_reduce, self._registry, optimizer, shares, bool(exchange.status.leaving))
         else:
@@ -306,7 +305,7 @@ class Exchanger:
         active = [(rank, status) for rank, status in enumerate(statuses) if not status.leaving]
         for rank, status in active:
             first, other = active[0]
-            if (status.gradients, status.number) != (other.gradients, other.number):
+            if status.optimizer != other.optimizer:
                 problem = (
                     f"do not do the same: in the first {self._strategy.warmup} steps (warmup) every worker must take "
                     "the same steps, of the same optimizers in the same order"

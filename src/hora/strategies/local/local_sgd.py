@@ -198,9 +198,8 @@ class LocalSync(CountsRounds, LocalGradients):  # type: ignore[misc, override]
     def _share_gradient(self, optimizer: torch.optim.Optimizer, found_inf: bool = False) -> bool:
         """Collective, in the warm-up: gradients become their mean. False if a worker's GradScaler found an infinity."""
         exchange = self._exchanger.open(
-            gradients=1.0,
-            number=float(self.registry.optimizers.index(optimizer)),
-            found_inf=float(found_inf),
+            optimizer=self.registry.optimizers.index(optimizer),
+            found_inf=found_inf,
             samples=[self._round.step_samples] * self.strategy.fragments,
         )
         scale = getattr(optimizer, "grad_scale", None)  # the gradients of a fused optimizer are still scaled
@@ -218,10 +217,10 @@ class LocalSync(CountsRounds, LocalGradients):  # type: ignore[misc, override]
     def _exchange_fragment(self) -> None:
         """Collective: the next fragment. With overlap the result is applied some steps later."""
         self._finish_in_flight()
-        fragment = self._round.fragment
-        exchange = self._exchanger.open(fragment=float(fragment))
-        self._exchanger.start(exchange, fragment)
-        if not self.strategy.overlap:
+        exchange = self._exchanger.open(fragment=self._round.fragment)
+        if self.strategy.overlap:
+            self._exchanger.start(exchange, self._round.fragment)
+        else:
             self._exchanger.run(exchange)
             self._apply(exchange)
         self._exchanger.resume()
@@ -300,10 +299,10 @@ class LocalSync(CountsRounds, LocalGradients):  # type: ignore[misc, override]
         others_left = False
         while not others_left:
             exchange = self._exchanger.open(
-                leaving=1.0,
-                broke=ENDED if self.hooks.ended else float(broke),
-                loop=float(loop),
-                missed_batch=float(self._missed_batch),
+                leaving=True,
+                broke=ENDED if self.hooks.ended else broke,
+                loop=loop,
+                missed_batch=self._missed_batch,
             )
             self._exchanger.run(exchange)
             self._apply(exchange)
@@ -322,7 +321,7 @@ class LocalSync(CountsRounds, LocalGradients):  # type: ignore[misc, override]
     def _decide_break(self, quits: bool) -> None:
         """Collective: workers that had no samples when others broke out of a loop stop if the others do."""
         if self._break_undecided and not self._exchanger.failed:
-            exchange = self._exchanger.open(leaving=1.0, broke=float(quits), loop=float(self.hooks.loop))
+            exchange = self._exchanger.open(leaving=True, broke=quits)
             self._exchanger.run(exchange)
             gone = [rank for rank, status in enumerate(exchange.statuses) if status.broke]
             self._break_undecided = len(gone) == self._group.size  # asked again later
