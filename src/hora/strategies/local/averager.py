@@ -4,14 +4,13 @@
     reduce      collective, on any thread: the result of all contributions, each weighted by its share
     apply       on the training thread: writes the result into the parameters; `late`: steps were taken since `pack`
 
-PlainAverager averages the parameters. OuterAverager averages pseudo-gradients, the differences between the anchor
+Averager averages the parameters. OuterAverager averages pseudo-gradients, the differences between the anchor
 parameters and a worker's own, and takes the outer step of DiLoCo with their mean; Local SGD uses it where a compressed
 wire sends pseudo-gradients. ServerAverager (server_averager.py) leaves anchors and mean to the parameter servers.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,21 +27,22 @@ if TYPE_CHECKING:
     from .config import RoundStrategy
 
 
-class Averager(abc.ABC):
-    """Sums are taken in float32 at least, and rounded once to a parameter's own dtype."""
+class Averager:
+    """Averages the parameters. Sums are taken in float32 at least, and rounded once to a parameter's own dtype."""
 
     def __init__(self, registry: ParameterRegistry, all_reduce: CountedAllReduce) -> None:
         self._registry = registry
         self._all_reduce = all_reduce
 
-    @abc.abstractmethod
-    def pack(self, indices: Sequence[int]) -> torch.Tensor: ...
+    def pack(self, indices: Sequence[int]) -> torch.Tensor:
+        return pack(self._parameters(indices))
 
-    @abc.abstractmethod
-    def reduce(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor: ...
+    def reduce(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
+        self._all_reduce.weighted_sum(vector, shares, "parameters of a round")
+        return vector
 
-    @abc.abstractmethod
-    def apply(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None: ...
+    def apply(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
+        unpack(result, self._parameters(indices))
 
     def set_anchors(self, indices: Sequence[int]) -> None:
         """Collective: all workers have the same parameters now, which become the anchors."""
@@ -73,18 +73,6 @@ class Averager(abc.ABC):
 
     def _parameters(self, indices: Sequence[int]) -> list[torch.Tensor]:
         return [self._registry.parameters[index].detach() for index in indices]
-
-
-class PlainAverager(Averager):
-    def pack(self, indices: Sequence[int]) -> torch.Tensor:
-        return pack(self._parameters(indices))
-
-    def reduce(self, indices: Sequence[int], vector: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-        self._all_reduce.weighted_sum(vector, shares, "parameters of a round")
-        return vector
-
-    def apply(self, indices: Sequence[int], vector: torch.Tensor, result: torch.Tensor, late: bool) -> None:
-        unpack(result, self._parameters(indices))
 
 
 class OuterAverager(Averager):

@@ -25,7 +25,7 @@ from ...transport.task_thread import TaskHandle, TaskThread
 from ..common import nonfinite
 from ..common.hooks import TrainingHooks
 from ..common.step_status import StepStatus
-from .averager import Averager, PlainAverager, average_gradients
+from .averager import Averager, average_gradients
 from .buffer_sync import NONFINITE, BufferSync
 from .counted_all_reduce import CountedAllReduce
 from .round import Phase, Round, cut_fragments
@@ -104,7 +104,7 @@ class Exchange:
 class Exchanger:
     """Runs the exchanges of this worker's round, one at a time. Training thread only.
 
-    `averager` is for parameters after the warm-up; until then, and without one, they are averaged as they are."""
+    `averager` is for parameters after the warm-up; until then they are averaged as they are."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Exchanger:
         strategy: RoundStrategy,
         round: Round,
         all_reduce: CountedAllReduce,
-        averager: Averager | None,
+        averager: Averager,
     ) -> None:
         self._registry = registry
         self._hooks = hooks
@@ -121,8 +121,7 @@ class Exchanger:
         self._round = round
         self._all_reduce = all_reduce
         self._group = all_reduce.group
-        self._plain = PlainAverager(registry, all_reduce)
-        self.averager = averager or self._plain
+        self.averager = averager
         self.buffer_sync = BufferSync(registry, all_reduce)
         self.trained: list[int] = []  # parameters that an optimizer trains, now or before
         self._fragments: list[list[int]] = []  # the same, by fragment
@@ -259,7 +258,7 @@ class Exchanger:
             spans.add(spans.TRAINING, "settle", begin, round=self._round.num_completed + 1)
 
     def _averager_of(self, exchange: Exchange) -> Averager:
-        return self._plain if exchange.in_warmup else self.averager
+        return Averager(self._registry, self._all_reduce) if exchange.in_warmup else self.averager
 
     def _average_parameters(self, exchange: Exchange) -> None:
         active, averager = exchange.active, self._averager_of(exchange)

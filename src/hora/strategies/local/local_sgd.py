@@ -81,19 +81,23 @@ class LocalSync(CountsRounds, LocalGradients):  # type: ignore[misc, override]
         self.group = group.clone()
         self.group.describe_wait = lambda: f"averaging parameters after step {self.hooks.step}"
         self._all_reduce = CountedAllReduce(self.group, self.strategy.algorithm, self.traffic)
-        averager: Averager | None = None
-        if self.strategy.via == "ps":
-            from .server_averager import ServerAverager
-
-            averager = ServerAverager(self.registry, self._all_reduce, cast("LocalSGD", self.strategy), self.context)
-        elif self.strategy.averages_differences:
-            averager = OuterAverager(self.registry, self._all_reduce, self.strategy)
-        self._exchanger = Exchanger(self.registry, self.hooks, self.strategy, self._round, self._all_reduce, averager)
-        self._averager = self._exchanger.averager
+        self._averager = self._make_averager()
+        self._exchanger = Exchanger(
+            self.registry, self.hooks, self.strategy, self._round, self._all_reduce, self._averager
+        )
         self._backward.hook()
         self._exchanger.update_trained(same=True)
         self._plan_interval([])
         self._exchanger.resume()
+
+    def _make_averager(self) -> Averager:
+        if self.strategy.via == "ps":
+            from .server_averager import ServerAverager
+
+            return ServerAverager(self.registry, self._all_reduce, cast("LocalSGD", self.strategy), self.context)
+        if self.strategy.averages_differences:
+            return OuterAverager(self.registry, self._all_reduce, self.strategy)
+        return Averager(self.registry, self._all_reduce)
 
     def unbind(self) -> None:
         self._backward.unhook()
