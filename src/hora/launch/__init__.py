@@ -1,1 +1,1 @@
-"""Starting ranks: by our own launcher, or as guests of torchrun, Slurm and mpirun. Importing this imports no torch."""
+"""The launcher behind `hora run`: starts and supervises processes, here and on other hosts. Imports no torch."""

@@ -61,13 +61,13 @@ class SignalProcess(LaunchMessage, tag="signal"):
 
 
 class AgentHello(LaunchMessage, tag="hello"):
-    """The agent's processes carry HORA_RUN=`mark`; `host` is the host's name on the command line, `command` the
+    """The agent's processes carry HORA_RUN=`run_id`; `host` is the host's name on the command line, `command` the
     script or module of the ranks. `processes` of the run share the cores of that machine. If `modules` is not empty,
     they are forked from a process that has imported these."""
 
     protocol: int
     host: str
-    mark: str
+    run_id: str = msgspec.field(name="mark")  # its name on the wire since protocol 1
     token: bytes
     cwd: str
     command: str

@@ -236,10 +236,10 @@ class Agent:
         """It imports torch while the hosts still probe each other."""
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // hello.processes)))
         os.environ.update({**INTERPRETER_ENV, "HORA_HOST": hello.host})
-        self._reaper = Reaper(hello.mark)
+        self._reaper = Reaper(hello.run_id)
         self._scratch = self._reaper.folder("hora-")
         modules = tuple(hello.modules) if hello.processes > 1 else ()
-        self._forks = ForkServer({**os.environ, "HORA_RUN": hello.mark}, modules, self._reaper, _log)
+        self._forks = ForkServer({**os.environ, "HORA_RUN": hello.run_id}, modules, self._reaper, _log)
 
     def _signal(self, message: messages.SignalProcess) -> None:
         slot = (message.role, message.rank)
@@ -256,7 +256,7 @@ class Agent:
             self._listener.close()
             self._listener = None
         slot = (start.role, start.rank)
-        env = {**os.environ, **start.env, "HORA_RUN": self._hello.mark, "HORA_SCRATCH": self._scratch}
+        env = {**os.environ, **start.env, "HORA_RUN": self._hello.run_id, "HORA_SCRATCH": self._scratch}
         if not interface.is_loopback(self._address):
             env["HORA_BIND"] = self._address
         if start.trace:
@@ -299,7 +299,7 @@ class Agent:
         self._report_ended(time.monotonic())
         self._report_ended(time.monotonic() + DRAIN_S)
         if self._hello is not None and self._forks is not None:
-            sweep(self._hello.mark, spare=self._forks.pid)
+            sweep(self._hello.run_id, spare=self._forks.pid)
             self._forks.close()
         if self._told_to_end:
             self._send_trace_files()

@@ -117,12 +117,14 @@ def _greet(hosts: HostSet, opened: OpenedHosts, context: LaunchContext) -> list[
     processes: Counter[str] = Counter()  # by machine
     for number, (host, slots) in enumerate(zip(hosts.all, opened.slots, strict=True)):
         processes[host.machine] += len(slots)
-        host.mark = f"{context.run_id}.{number}"  # its own, since an agent that ends kills all processes with its mark
+        host.run_id = (
+            f"{context.run_id}.{number}"  # its own: an agent that ends kills all that carry it
+        )
 
     def hello(host: RemoteHost) -> messages.AgentHello:
         script = os.getcwd(), config.command[0], config.module
         share = processes[host.machine]
-        return messages.AgentHello(messages.PROTOCOL, host.name, host.mark, token, *script, env, share, modules)
+        return messages.AgentHello(messages.PROTOCOL, host.name, host.run_id, token, *script, env, share, modules)
 
     began_ns = time.time_ns()
     facts = hosts.ask(hello, messages.HostFacts, OPEN_S, opened.explain)

@@ -42,7 +42,7 @@ class RemoteHost:
     ) -> None:
         self.name = name
         self.machine = name  # equal for agents of one machine
-        self.mark = ""  # HORA_RUN of the agent's processes
+        self.run_id = ""  # HORA_RUN of the agent's processes
         self.facts: messages.HostFacts
         self.launcher_address = ""  # by which this host should reach the launcher; empty where any will do
         self.coordinator_address = ("", 0)  # as this host reaches it
