@@ -117,9 +117,7 @@ def _greet(hosts: HostSet, opened: OpenedHosts, context: LaunchContext) -> list[
     processes: Counter[str] = Counter()  # by machine
     for number, (host, slots) in enumerate(zip(hosts.all, opened.slots, strict=True)):
         processes[host.machine] += len(slots)
-        host.run_id = (
-            f"{context.run_id}.{number}"  # its own: an agent that ends kills all that carry it
-        )
+        host.run_id = f"{context.run_id}.{number}"  # its own: an agent that ends kills all that carry it
 
     def hello(host: RemoteHost) -> messages.AgentHello:
         script = os.getcwd(), config.command[0], config.module
