@@ -179,7 +179,7 @@ class Supervisor:
     def _waiting_for(self) -> str:
         """What a run that has not taken a step yet waits for."""
         if not self._backend.ready:
-            return "torch is imported"
+            return "the import of torch"
         names = [process_name(*slot) for slot in self._coordinator.missing()]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
