@@ -296,12 +296,12 @@ class Job:
         global _current
         if self._closed or self.pid != os.getpid():
             return
-        self._closed = True
-        if _current is self:
-            _current = None
         unfinished = "" if self._failed or self.role != "worker" else self.training.end_inside()
         if unfinished:
             self.fail(unfinished)
+        self._closed = True
+        if _current is self:
+            _current = None
         if not self._failed and self.role == "worker":
             if self._progress is not None:
                 self._progress.close(self.training)
