@@ -15,30 +15,35 @@ class TaskHandle:
     `seconds` is how long the task took and `ended` when it ended (time.perf_counter), once it is done.
     """
 
-    __slots__ = ("_finished", "_result", "ended", "error", "name", "seconds", "waited_for")
+    __slots__ = ("_result", "_running", "done", "ended", "error", "name", "seconds", "waited_for")
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.seconds = self.ended = 0.0
         self.error: BaseException | None = None
         self.waited_for = False  # whether an error was raised where the task is waited for
-        self._finished = threading.Event()
+        self.done = False
         self._result: Any = None
-
-    @property
-    def done(self) -> bool:
-        return self._finished.is_set()
+        self._running = threading.Lock()  # held until it is done: an Event would cost several times as much
+        self._running.acquire()
 
     def wait(self) -> Any:
-        self._finished.wait()
-        self.waited_for = True
+        with self._running:
+            self.waited_for = True
         if self.error is not None:
             raise self.error
         return self._result
 
-    def wait_done(self, timeout_s: float) -> bool:
-        """Blocks for at most `timeout_s`; tells whether the task is done. Raises nothing."""
-        return self._finished.wait(timeout_s)
+    def wait_done(self, timeout_s: float = -1) -> bool:
+        """Blocks for at most `timeout_s`, if that is given; tells whether the task is done. Raises nothing."""
+        if self._running.acquire(timeout=timeout_s):
+            self._running.release()
+        return self.done
+
+    def finish(self) -> None:
+        """The task is done, with what was set before."""
+        self.done = True
+        self._running.release()
 
 
 class TaskThread:
@@ -63,15 +68,16 @@ class TaskThread:
         self._stop_on_error = stop_on_error
         self._tasks: queue.SimpleQueue[tuple[TaskHandle, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._num_open = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._num_submitted = 0
+        self._num_done = 0  # written by the thread alone
         self._seconds = 0.0
         self._error: BaseException | None = None
 
     @property
     def idle(self) -> bool:
         """Whether every task that was submitted is done."""
-        return not self._num_open
+        return self._num_done == self._num_submitted
 
     @property
     def is_current(self) -> bool:
@@ -81,8 +87,8 @@ class TaskThread:
     def submit(self, work: Callable[[], Any], name: str = "") -> TaskHandle:
         """Queues `work`; does not block."""
         handle = TaskHandle(name)
-        with self._changed:
-            self._num_open += 1
+        with self._lock:
+            self._num_submitted += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -92,10 +98,10 @@ class TaskThread:
     def join(self) -> float:
         """Blocks until all tasks are done. Returns the seconds they took since the last `join`, or raises what
         stopped them."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_open)
-            seconds, self._seconds = self._seconds, 0.0
-            error, self._error = self._error, None
+        if not self.idle:
+            self.submit(lambda: None).wait_done()
+        seconds, self._seconds = self._seconds, 0.0
+        error, self._error = self._error, None
         if error is not None:
             raise error
         return seconds
@@ -126,8 +132,6 @@ class TaskThread:
         handle.seconds = handle.ended - begin
         if handle.error is not None and self._on_error is not None:
             self._on_error(handle)
-        with self._changed:
-            self._seconds += handle.seconds
-            self._num_open -= 1
-            self._changed.notify_all()
-        handle._finished.set()
+        self._seconds += handle.seconds
+        self._num_done += 1
+        handle.finish()
