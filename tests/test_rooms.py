@@ -84,3 +84,18 @@ def test_public_class_names_are_unique_across_the_package() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(name)
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+MAX_FILE, MAX_CLASS = 450, 350  # lines: a file is read in one sitting
+
+
+def test_no_file_and_no_class_is_too_long() -> None:
+    long = []
+    for name, (path, tree) in modules().items():
+        num_lines = len(path.read_text().splitlines())
+        if num_lines > MAX_FILE:
+            long.append(f"{name}: {num_lines} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and (size := (node.end_lineno or 0) - node.lineno + 1) > MAX_CLASS:
+                long.append(f"{name}.{node.name}: {size} lines")
+    assert long == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import pkgutil
 
 from . import base
@@ -23,8 +24,9 @@ ENTRY_POINTS = "hora.strategies"
 def known() -> dict[str, type[Strategy]]:
     """All strategies of this package, by name."""
     for module in pkgutil.iter_modules(__path__):
-        if not module.ispkg:
-            importlib.import_module(f".{module.name}", __name__)
+        name = f".{module.name}.config" if module.ispkg else f".{module.name}"
+        if importlib.util.find_spec(name, __name__) is not None:
+            importlib.import_module(name, __name__)
     return dict(sorted(base.REGISTERED.items()))
 
 

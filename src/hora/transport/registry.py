@@ -2,7 +2,7 @@
 entry-point group `hora.transports` names:
 
     class CarrierTransport(Transport):
-        kind = "carrier"                                 # --transport carrier
+        kind = "carrier"                                 # its name for `Group.new_group(ranks, "carrier")`
         send_transfer, recv_transfer = _Send, _Recv      # Transfer classes: how a message advances without blocking
 
         @classmethod

@@ -74,8 +74,7 @@ class ParameterServerSync(LocalGradients):
         self._num_pushes = 0
         self._swapped: list[list[torch.Tensor]] = []
         self._buffer_versions: list[tuple[int, int]] = []
-        self._nonfinite_text = ""
-        self._scale = 1.0
+        self._nonfinite_text, self._scale = "", 1.0
         self._step_wait: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # around a step
 
     # -- binding -----------------------------------------------------------------------------------------------------
@@ -178,10 +177,9 @@ class ParameterServerSync(LocalGradients):
         self._scale = 1.0 / float(scale) if scale is not None else 1.0
         mine = self._parameters_of(optimizer)
         self.outcome = StepOutcome(stop=self.outcome.stop and not self.lockstep)
-        problem = self._nonfinite(mine, self.context.name)
-        if problem and not self.lockstep:
-            return self._report_nonfinite(problem)
-        self._nonfinite_text = problem
+        self._nonfinite_text = self._nonfinite(mine, self.context.name)
+        if self._nonfinite_text and not self.lockstep:
+            return self._report_nonfinite(self._nonfinite_text)
         if not self.lockstep:
             return True
         try:
@@ -359,8 +357,7 @@ class ParameterServerSync(LocalGradients):
         return SyncReport(figures=figures, summary=self._summary())
 
     def stats(self) -> list[bytes]:
-        """Statistics of each server, as it reports them."""
-        return [self._client.get_blob(link.number, "stats") for link in self._client.connections]
+        return [self._client.get_blob(server.number, "stats") for server in self._client.connections]
 
     def _summary(self) -> str:
         return _compression_summary(self.strategy.wire, self._num_pushes, self._client)
@@ -368,8 +365,7 @@ class ParameterServerSync(LocalGradients):
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def snapshot(self, complete: bool = True) -> Snapshot:
-        """In sync of one step. Otherwise others may go on meanwhile: then each server's blocks and their optimizer's
-        state are of one moment, and servers may differ by what was under way."""
+        """In sync of one step; otherwise each server's blocks and optimizer state are of one moment of that server."""
         if self._pushed:
             self._conclude(self._client.pull())
         if self.lockstep:
