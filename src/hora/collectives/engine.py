@@ -31,7 +31,7 @@ NCCL_DTYPES = (
 
 def all_reduce(group: Group, flat: torch.Tensor, operation: Operation) -> None:
     if flat.is_cuda:
-        _all_reduce_cuda(group, flat, operation, all_reduce)
+        all_reduce_cuda(group, flat, operation, on_cpu=all_reduce)
     else:
         _by_engine(group, flat, operation, "auto")
 
@@ -43,18 +43,9 @@ def all_reduce_cuda(
     on_cpu: Callable[[Group, torch.Tensor, Operation], None],
 ) -> None:
     """A CUDA vector through NCCL, or through the host and there by `on_cpu`."""
-    if group.size > 1:
-        _all_reduce_cuda(group, flat, operation, on_cpu)
-
-
-def _all_reduce_cuda(
-    group: Group,
-    flat: torch.Tensor,
-    operation: Operation,
-    on_cpu: Callable[[Group, torch.Tensor, Operation], None],
-) -> None:
-    supported = operation.name in NCCL_OPERATIONS and flat.dtype in NCCL_DTYPES
-    if supported and _own_gpus(group, flat.device):
+    if group.size == 1:
+        return
+    if operation.name in NCCL_OPERATIONS and flat.dtype in NCCL_DTYPES and _own_gpus(group, flat.device):
         _by_engine(group, flat, operation, "nccl")
     else:
         host = flat.cpu()

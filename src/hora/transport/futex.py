@@ -38,13 +38,13 @@ lock = threading.Lock()
 
 
 def wait(address: int, seen: int, timeout_s: float) -> None:
-    """Sleeps until somebody wakes the word at `address`, unless it no longer holds `seen`; at most `timeout_s` < 1."""
+    """Sleeps until `wake(address)`, unless the word there no longer holds `seen`; at most `timeout_s` < 1."""
     limit = _Timespec(0, int(timeout_s * 1e9))
     _syscall(SYS_FUTEX, address, WAIT, seen & 0xFFFFFFFF, ctypes.addressof(limit), None, 0)
 
 
 def wake(address: int) -> None:
-    """Wakes everybody who sleeps on the word at `address`."""
+    """Wakes all threads and processes that sleep on the word at `address`."""
     _syscall(SYS_FUTEX, address, WAKE, 0x7FFFFFFF, None, None, 0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 
-MARGIN_BYTES = 64 << 20  # left for everybody else
+MARGIN_BYTES = 64 << 20  # left for other processes
 
 
 def available_bytes(root: str = "/") -> int:
@@ -58,7 +58,7 @@ def _cgroup_left(root: pathlib.Path) -> list[int]:
 
 
 def _reclaimable(folder: pathlib.Path, field: str) -> int:
-    """Files read long ago count as usage, but the kernel drops them before it refuses anybody memory."""
+    """Files read long ago count as usage, but the kernel drops them before it refuses memory."""
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / "memory.stat").read_text().splitlines():
             if line.startswith(f"{field} "):

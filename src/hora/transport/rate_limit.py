@@ -1,4 +1,4 @@
-"""Allowance: a limit on what one rank sends, for links that are to behave like slower ones. A token bucket."""
+"""RateLimiter: a token bucket that limits what one rank sends, to emulate slower links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BURST_S = 0.02  # what a rank may send at once after it was silent, in seconds o
 class RateLimiter:
     """Over any stretch of time at most `bytes_per_s` for its length, and one burst. Thread-safe; never blocks.
 
-    Whoever wants to send takes, sends, and gives back what the socket did not accept.
+    A sender takes, sends, and gives back what the socket did not accept.
     """
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,7 +39,7 @@ class RateLimiter:
             self._left += num_bytes
 
     def due_s(self, wanted_bytes: int) -> float:
-        """When `take` will grant some of these, in seconds from now, if nobody else takes."""
+        """When `take` will grant some of these, in seconds from now, if no other thread takes."""
         with self._order:
             self._refill()
             return max(0.0, (min(wanted_bytes, PIECE_BYTES) - self._left) / self._bytes_per_s)
