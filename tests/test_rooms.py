@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import pathlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import hora
@@ -99,3 +100,11 @@ def test_no_file_and_no_class_is_too_long() -> None:
             if isinstance(node, ast.ClassDef) and (size := (node.end_lineno or 0) - node.lineno + 1) > MAX_CLASS:
                 long.append(f"{name}.{node.name}: {size} lines")
     assert long == []
+
+
+def test_the_files_that_architecture_names_exist() -> None:
+    text = (PACKAGE.parents[1] / "ARCHITECTURE.md").read_text()
+    files = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")} | {"tests/test_rooms.py"}
+    named = set(re.findall(r"[a-z_]+(?:/[a-z_]+)*\.py", text))
+    assert len(named) > 20
+    assert {name for name in named if not any(file == name or file.endswith(f"/{name}") for file in files)} == set()
