@@ -25,7 +25,8 @@ def test_an_exception_on_one_rank_raises_on_the_others_and_nothing_after_the_loo
     assert re.search(r"\[0\] stopped: rank 0.* lost rank 1 \(.*\).*: ValueError: bad sample", done.stderr), done.stderr
     last = done.stderr.strip().splitlines()
     assert last[-1] == "  ValueError: bad sample"
-    assert re.search(r"hora: rank 1 \(.*\) failed with exit code 1; the others were stopped\.", done.stderr)
+    cause = r"hora: rank 1 \(.*\) failed with exit code 1; the others were stopped\."
+    assert re.search(cause, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("strategy", ["shared", "local:every=4", pytest.param("ps", marks=pytest.mark.full)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ STEPS = 6
 
 
 def parameters_after(size: int, strategy: str, transport: str, rebind_at: int | None) -> list[list[torch.Tensor]]:
+    net = trainings.net()  # here: the seed is the process's, and ranks are threads
+
     def work(group: Any) -> list[torch.Tensor]:
         one = trainings.training(group, strategy)
-        model = trainings.net()
+        model = copy.deepcopy(net)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         one.prepare(model, optimizer)
         for step in range(STEPS):
