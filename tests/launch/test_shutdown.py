@@ -111,6 +111,15 @@ def test_of_those_that_ended_together_the_likeliest_is_the_cause(codes: dict[Slo
     assert policy.cause == cause
 
 
+def test_ranks_that_ended_together_with_the_one_that_they_lost_were_stopped_by_it() -> None:
+    policy = begun(ZERO, ONE)
+    policy.exited({ZERO: SECONDARY_FAILURE, ONE: 1}, 5.0)
+    assert policy.cause == ONE and policy.others_ran
+    alone = begun(ONE)
+    alone.exited({ONE: 1}, 5.0)
+    assert alone.cause == ONE and not alone.others_ran
+
+
 def test_a_secondary_failure_waits_for_the_rank_that_was_lost() -> None:
     policy = begun(*WORKERS)
     assert policy.exited({ZERO: SECONDARY_FAILURE}, 0.0) == []

@@ -263,7 +263,8 @@ class ShutdownPolicy:
         first = self._first_announced()
         is_secondary = code == SECONDARY_FAILURE or (first is not None and code > 0)
         if not self.stopping:
-            self.others_ran = bool(self.running("worker", "server"))
+            stopped = [other for other, code in self.codes.items() if other != slot and code == SECONDARY_FAILURE]
+            self.others_ran = bool(self.running("worker", "server") or stopped)  # these may have ended together with it
             wait_s = self._grace.lost_s if first is None else self._grace.cause_s
             self._schedule_failed(now + wait_s if is_secondary else now)
         if self.cause is not None:
