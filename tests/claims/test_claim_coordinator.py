@@ -77,7 +77,7 @@ def test_reports_are_told_to_go_by_the_clock() -> None:
 
 def test_it_fails_where_somebody_began_without_the_coordinator() -> None:
     alone = row("ring", 0.001, meeting={"bytes": 0, "by_kind": {}})
-    assert str(coordinator.judge([alone])).startswith("fails: not everybody met through it")
+    assert str(coordinator.judge([alone])).startswith("fails: not all processes met through it")
 
 
 def test_the_table_tells_reports_from_samples() -> None:

@@ -10,11 +10,11 @@ from hora.launch.launched import launched
 from hora_benchmarks.claims import pipeline
 from hora_benchmarks.claims.claim import MAX_TEXT
 
+pytestmark = pytest.mark.full
+
 SCRIPT = """
 import json, pathlib, sys, torch, hora
 from hora_benchmarks.claims import pipeline_rank as rank
-
-pytestmark = pytest.mark.full
 
 torch.set_default_dtype(torch.float64)
 rank.WIDTH, rank.HEADS, rank.CONTEXT = 16, 2, 8
