@@ -147,10 +147,9 @@ def test_what_a_killed_bench_left_is_swept_up_and_what_a_live_one_uses_is_not() 
 @pytest.mark.usefixtures("namespaces")
 def test_namespaces_that_could_not_be_made_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "BURST", "none")
-    before = links._namespaces()
     with pytest.raises(RuntimeError, match="tc -n"), links.Namespaces(2, RATE):
         pass
-    assert links._namespaces() == before
+    assert [name for name in links._namespaces() if f"-{os.getpid()}-" in name] == []  # other processes make some too
 
 
 def test_without_root_there_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,6 +419,7 @@ class Vanishing:
         one.prepare(model, optimizer)
         group.barrier("all are bound")
         one.sync.join(LoopEvent.ENTERED)  # type: ignore[union-attr]
+        one.sync.stats()  # type: ignore[union-attr]  # answered once the server knows that this one is in
         group.barrier("all are in")
         for step in range(1 if group.rank == self.silent else 3):
             if step == 1 and group.rank == 1:

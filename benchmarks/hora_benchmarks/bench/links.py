@@ -217,6 +217,7 @@ def _delete(name: str) -> None:
         for pid in _call("ip", "netns", "pids", name).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
+    with contextlib.suppress(RuntimeError):
         _call("ip", "netns", "delete", name)
 
 

@@ -141,6 +141,7 @@ class EarlyExit:
             while self._group.transport.cause is None and time.monotonic() < deadline:
                 if any(notice.kind == "halt" for notice, _ in self._notices):
                     hooks.halted = hooks.halted or "this worker left its loop, the others had not"
+                    self._announced = True  # by the one that halted; here every exchange so far has taken place
                     return False
                 if others <= self._out_of.get(loop, set()) | self._group.transport.gone.keys():
                     return True
