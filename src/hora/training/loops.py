@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,15 +21,7 @@ from ..strategies.common.hooks import BatchPosition
 from ..strategies.common.sync import ExchangeCancelled, LoopEvent
 from .epoch_progress import EpochProgress
 from .shadow_step import EXCHANGE, LEAVE
-from .steps import Optimizer, TrainingSteps
-
-
-class OpenBatch(NamedTuple):
-    """A batch under way. `followed`: workers without samples follow rank 0 in it; at most one batch at a time is."""
-
-    loader: Shard
-    batch: BatchSlice
-    followed: bool
+from .steps import OpenBatch, Optimizer, TrainingSteps
 
 
 class TrainingLoops(TrainingSteps):
@@ -38,8 +30,6 @@ class TrainingLoops(TrainingSteps):
         self.num_samples = 0
         self.own_samples = 0  # of these, this worker's
         self.progress = EpochProgress()
-        self._open: dict[int, OpenBatch] = {}  # the batches under way, by loader's id, the newest last
-        self._loops: dict[int, int] = {}  # training loops that are open, by loader's id
         self._leader: Shard | None = None  # the loader that trained last
         self._newest: Shard | None = None  # kept, so that its ledger can be inspected after its loop
         self._shards: list[weakref.ref[Shard]] = []
@@ -47,16 +37,7 @@ class TrainingLoops(TrainingSteps):
         self._raised: list[Shard] = []  # loops that an exception took this worker out of
         self._unfinished: int | None = None  # a loop that this worker left before its end
         self._broke = False  # rank 0 has left the loop in a batch where this worker had no samples
-        self._stopping = False
         self._group.before_call = self.go_on
-
-    @property
-    def in_loop(self) -> bool:
-        return bool(self._loops)
-
-    @property
-    def _ending(self) -> bool:
-        return self._stopping
 
     # -- loaders -----------------------------------------------------------------------------------------------------
 
@@ -105,6 +86,8 @@ class TrainingLoops(TrainingSteps):
         if not self._loops:
             self._prepared.join(LoopEvent.ENTERED)
         self._loops[id(loader)] = self.loop
+        with self._early_exit.update() as state:
+            state.enter(self.loop)
         if self.recorder is not None:
             self.recorder.begin()
         self._leader = loader
@@ -155,11 +138,6 @@ class TrainingLoops(TrainingSteps):
         self.own_samples += batch.mine
         self.progress.note(loader, batch, self.size)
 
-    def _mark_done(self) -> None:
-        for loader, batch, _ in self._open.values():  # now, so that a checkpoint after this does not repeat them
-            if loader.ledger is not None:
-                loader.ledger.done(batch)
-
     def passes(self, loader: Shard, batch: BatchSlice) -> bool:
         """Whether the others are past this batch, so that this worker, which was late, leaves it out."""
         return self.sync is not None and self.training(loader) and self.sync.passed_batch >= (self.loop, batch.batch)
@@ -196,7 +174,7 @@ class TrainingLoops(TrainingSteps):
 
     def _follow(self, loader: Shard, batch: BatchSlice) -> None:
         sync = self._prepared
-        self._open[id(loader)], self._early_exit.following = OpenBatch(loader, batch, True), True
+        self._open[id(loader)], self._early_exit.state.following = OpenBatch(loader, batch, True), True
         try:
             while not self.halted:
                 self._early_exit.check()
@@ -210,16 +188,12 @@ class TrainingLoops(TrainingSteps):
             sync.halt(str(cancelled))
         finally:
             self._open.pop(id(loader), None)
-            self._early_exit.following = False
-
-    def _is_followed(self) -> bool:
-        return any(opened.followed for opened in self._open.values())
+            self._early_exit.state.following = False
 
     # -- the Sync's calls back ---------------------------------------------------------------------------------------
 
     def before_exchange(self) -> None:
         self._promote()
-        self._early_exit.answer()
         self._early_exit.check()  # a notice that came earlier wakes no later wait
         self._announce(EXCHANGE)
         self._early_exit.check()
@@ -301,9 +275,9 @@ class TrainingLoops(TrainingSteps):
             alone = opened is not None and not opened.followed
             if not finished and not self._stopping:
                 self._unfinished = loop
-            if self._early_exit.leave(loop, finished or self._stopping, alone, self.ended):
+            if self._early_exit.leave(loop, finished or self._stopping, alone):
                 self._catch_up()
-            self._announce_halt()
+            self._early_exit.announce_halt()
 
     def _leave_followed(self) -> None:
         """Announces that this worker leaves in the middle of a batch that workers follow; as rank 0 it ends theirs.
@@ -312,16 +286,16 @@ class TrainingLoops(TrainingSteps):
         sync = self._prepared
         if self.halted:
             return
-        self._early_exit.following = True
+        self._early_exit.state.following = True
         try:
             action = self._shadow.broadcast(sync, LEAVE)
-            while action["kind"] in ("clip", "step") and not self._early_exit.stepped:
+            while action["kind"] in ("clip", "step") and self._early_exit.state.applied < self.num_exchanges:
                 self._shadow.follow(sync, action)
                 action = self._shadow.broadcast(sync, LEAVE)
         except ExchangeCancelled as cancelled:
             sync.halt(str(cancelled))
         finally:
-            self._early_exit.following = False
+            self._early_exit.state.following = False
 
     def _catch_up(self) -> None:
         """Takes the step of the last exchange, as others have."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..collectives.group import Group
 from ..coordinator import CoordinatorConnection, CoordinatorEvent
+from ..data import BatchSlice, Shard
 from ..errors import HoraError, PeerLost
 from ..monitor import spans
 from ..parameters import allocator
@@ -26,9 +27,9 @@ from ..server.embedding import server_embeddings
 from ..strategies import Strategy
 from ..strategies.common.hooks import TrainingHooks
 from ..strategies.common.sync import Commit, ExchangeCancelled, Sync
+from .early_exit import EarlyExit
 from .hints import Hints
 from .hooks import Hook
-from .join import EarlyExit
 from .shadow_step import Action, ShadowSteps, is_enabled
 from .stages import Stages
 
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
 NOTE_S = 0.05
 
 Optimizer = torch.optim.Optimizer
+
+
+class OpenBatch(NamedTuple):
+    """A batch under way. `followed`: workers without samples follow rank 0 in it; at most one batch at a time is."""
+
+    loader: Shard
+    batch: BatchSlice
+    followed: bool
 
 
 class TrainingSteps(TrainingHooks):
@@ -69,6 +78,9 @@ class TrainingSteps(TrainingHooks):
         self._strategy = strategy
         self._on_nonfinite = on_nonfinite
         self._together = False  # the workers step together, so that one that leaves is missed
+        self._open: dict[int, OpenBatch] = {}  # the batches under way, by loader's id, the newest last
+        self._loops: dict[int, int] = {}  # training loops that are open, by loader's id
+        self._stopping = False  # this worker has been told to stop
         self._commit: Commit | None = None  # of the step under way; None: it is not taken
         self._unshown: set[int] | None = None  # optimizers that took the step counted last, until it is shown
         self._shown_round: int | None = None
@@ -139,7 +151,7 @@ class TrainingSteps(TrainingHooks):
 
     def _hint(self, model: torch.nn.Module, inputs: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self._hints.before_forward(inputs, sharded=self.in_loop)
+            self._hints.before_forward(inputs, sharded=bool(self._loops))
 
     def _wrap_unscale(self, scaler: Any, sync: Sync) -> None:
         """A GradScaler writes gradients between backward and step: the Sync is told, so that it is no script's
@@ -156,11 +168,6 @@ class TrainingSteps(TrainingHooks):
             return found
 
         scaler._unscale_grads_ = unscale_and_report
-
-    @property
-    def in_loop(self) -> bool:
-        """Whether a training loop over `job.shard` is open."""
-        return False
 
     def close(self) -> None:
         for handle in self._handles:
@@ -203,8 +210,8 @@ class TrainingSteps(TrainingHooks):
             self._commit = sync.commit(optimizer)
             return None  # it evaluates as often as it likes, and each backward synchronises
         self._commit = sync.step(optimizer)
-        self._announce_halt()
-        if self.halted and not self.in_loop and not self._ending:
+        self._early_exit.announce_halt()
+        if self.halted and not self._loops and not self._stopping:
             self._step_in_vain()
         if self._commit is None:
             skipped = sync.outcome.skipped
@@ -214,11 +221,6 @@ class TrainingSteps(TrainingHooks):
                 for parameter in group["params"]:
                     parameter.grad = None  # then the optimizer has nothing to do
         return changed
-
-    @property
-    def _ending(self) -> bool:
-        """Whether this worker has been told to stop."""
-        return False
 
     def _step_in_vain(self) -> None:
         """A step in a loop that Hora cannot end, after the others have left theirs. The first is a warning at the end
@@ -246,16 +248,15 @@ class TrainingSteps(TrainingHooks):
             self._note_step()
             if self.recorder is not None:
                 self.recorder.stepped()
-            self._mark_done()
+            for loader, batch, _ in self._open.values():  # now, so that a checkpoint after this does not repeat them
+                if loader.ledger is not None:
+                    loader.ledger.done(batch)
             self._unshown = set()
         if self._unshown is not None:
             self._unshown.add(id(optimizer))
             if len(self._unshown) == len(self.optimizers):
                 self._show()
         self._stages.after_step(self.step, self.optimizers.index(optimizer))
-
-    def _mark_done(self) -> None:
-        """The samples of the step counted last are done."""
 
     def _show(self, at_once: bool = False) -> None:
         """All optimizers have done their part of the step counted last."""
@@ -313,11 +314,11 @@ class TrainingSteps(TrainingHooks):
 
     def _is_followed(self) -> bool:
         """Whether workers without samples follow what this worker does, in the batch under way."""
-        return False
+        return any(opened.followed for opened in self._open.values())
 
     def _announce(self, action: Action) -> None:
         """Broadcasts what comes next, where workers follow. ExchangeCancelled if rank 0 does something else."""
-        if not self._is_followed() or self._early_exit.following or self.halted:
+        if not self._is_followed() or self._early_exit.state.following or self.halted:
             return
         if self._shadow.broadcast(self._prepared, action)["kind"] != action["kind"]:
             raise ExchangeCancelled(f"rank 0 has left its loop after step {self.step}, the others have not")
@@ -327,10 +328,6 @@ class TrainingSteps(TrainingHooks):
 
     def load_loop_state(self, state: dict[str, Any]) -> None:
         self._shadow.load(state)
-
-    def _announce_halt(self) -> None:
-        if self.sync is not None:
-            self._early_exit.announce_halt()
 
     @property
     def _prepared(self) -> Sync:

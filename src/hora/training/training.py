@@ -15,6 +15,7 @@ from typing import Any
 
 from ..data import Shard, unwinding
 from ..strategies.common.sync import LoopEvent
+from .join import RUN
 from .loops import TrainingLoops
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ class Training(TrainingLoops):
             self._first_epoch = self.run = 0
             if not raised and not finished:  # an exception is no break; see `leave`
                 if self._together and not self._stopping:
-                    self._early_exit.quit(run)
+                    with self._early_exit.update() as state:
+                        state.tell((RUN, run))
                 elif self.sync is not None:
                     self.sync.join(LoopEvent.QUIT)
 
@@ -114,11 +116,10 @@ class Training(TrainingLoops):
         if self.max_steps is not None and self.step >= self.max_steps and not self._stopping:
             self._stopping = True
             self._control.stop(f"--max-steps {self.max_steps} reached")
-        self._announce_halt()
-        if self.sync is not None and (self.halted or self.sync.outcome.stop):
-            self._stopping = True
-        if self.sync is not None and not self.sync.unison and self.stop_reason() is not None:
-            self._stopping = True  # each after a step of its own
+        if self.sync is not None:
+            self._early_exit.announce_halt()
+            alone = not self.sync.unison and self.stop_reason() is not None  # each after a step of its own
+            self._stopping |= bool(self.halted) or self.sync.outcome.stop or alone
         if self._stopping:
             self._log_reason()
         return self._stopping or self._broke
@@ -140,7 +141,8 @@ class Training(TrainingLoops):
         """This worker exchanges no gradients until the others have come here too, out of their loops."""
         self.go_on()
         if self._together:
-            self._early_exit.meet()
+            with self._early_exit.update() as state:
+                state.meet()
         elif self.sync is not None:
             self.sync.join(LoopEvent.DEPARTED if for_good else LoopEvent.PAUSED)
 
