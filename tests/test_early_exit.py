@@ -9,7 +9,8 @@ import msgspec
 
 from hora.coordinator import CoordinatorEvent, Member
 from hora.strategies.common.hooks import TrainingHooks
-from hora.training.join import TOPIC, EarlyExit, LeaveNotice
+from hora.training.early_exit import TOPIC, EarlyExit
+from hora.training.join import LOOP, TRAINING, LeaveNotice, Place
 
 
 class Control:
@@ -34,13 +35,14 @@ def worker(rank: int, num_exchanges: int) -> tuple[EarlyExit, Control, TrainingH
     hooks.loop = 2
     control = Control()
     exits = EarlyExit(group, control, hooks, SimpleNamespace(together=True, abort=None))  # type: ignore[arg-type]
+    exits.state.enter(2)
     with exits.opening():
         pass
     return exits, control, hooks
 
 
-def notice(rank: int, kind: str, loop: int, num_exchanges: int) -> CoordinatorEvent:
-    body = msgspec.msgpack.encode(LeaveNotice(kind, loop, num_exchanges, num_exchanges))
+def notice(rank: int, place: Place, num_exchanges: int) -> CoordinatorEvent:
+    body = msgspec.msgpack.encode(LeaveNotice(place, num_exchanges, num_exchanges))
     return CoordinatorEvent(kind="message", generation=0, member=Member("worker", rank, "h", 1), topic=TOPIC, body=body)
 
 
@@ -48,8 +50,8 @@ def test_a_worker_that_left_does_not_cancel_an_exchange_that_took_place() -> Non
     """Rank 1 has left after exchange 6; rank 0, in exchange 7, halts. Rank 2 may still be in exchange 6."""
     exits, control, hooks = worker(rank=1, num_exchanges=6)
     assert not exits.leave(2, finished=False, alone=False)
-    exits.hear(notice(0, "halt", 2, 6))
+    exits.hear(notice(0, (TRAINING, 0), 6))
     assert not exits.await_others(2)
     exits.announce_halt()
     assert hooks.halted
-    assert [each.num_exchanges for each in control.sent if each.kind in ("left", "halt")] == [6]
+    assert [each.num_exchanges for each in control.sent if each.place in ((LOOP, 2), (TRAINING, 0))] == [6]
