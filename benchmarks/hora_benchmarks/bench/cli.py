@@ -68,9 +68,15 @@ def allreduce(
 @click.option("-n", "size", type=PositiveInt(), default=2, help="Number of ranks. E.g. -n 4. Default: 2.")
 @click.option(
     "--model",
-    type=click.Choice(["mlp", "gpt", "cnn"]),
+    type=click.Choice(["mlp", "gpt", "cnn", "gpt34m", "gpt236m"]),
     default="mlp",
     help="What is trained. E.g. --model gpt. Default: mlp.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    help="Where. On a GPU DDP goes through NCCL, and several ranks may share it. E.g. --device cuda. Default: cpu.",
 )
 @click.option("--steps", type=PositiveInt(), default=5, help="Steps of each in a round. E.g. --steps 10. Default: 5.")
 @click.option("--rounds", type=PositiveInt(), default=10, help="Rounds of all in turn. E.g. --rounds 20. Default: 10.")
@@ -85,6 +91,7 @@ def allreduce(
 def train(
     size: int,
     model: str,
+    device: str,
     steps: int,
     rounds: int,
     only: str | None,
@@ -92,7 +99,7 @@ def train(
     json_path: str | None,
     plot_path: str | None,
 ) -> int:
-    """A training step under every strategy, against plain PyTorch and DDP on Gloo.
+    """A training step under every strategy, against plain PyTorch and DDP on Gloo or NCCL.
 
     \b
       hora bench train -n 2 --model mlp --json out.jsonl
@@ -103,10 +110,10 @@ def train(
         raise click.UsageError("--only and --all contradict each other; give one of them")
     names = [name.strip() for name in only.split(",") if name.strip()] if only is not None else None
     try:
-        those = training.choose(size, names, everything=everything)
+        those = training.choose(size, names, everything=everything, device=device)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    return training.main(those, model, steps, rounds, json_path, plot_path)
+    return training.main(those, model, steps, rounds, json_path, plot_path, device)
 
 
 @bench.command()

@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """6 layers, width 384, 6 heads, context 128, vocabulary 128: 10.8 M parameters."""
+    """By default 6 layers, width 384, 6 heads, context 128, vocabulary 128: 10.8 M parameters."""
 
     def __init__(self, layers: int = 6, width: int = 384, heads: int = 6, context: int = 128, words: int = 128) -> None:
         super().__init__()
@@ -76,9 +76,22 @@ def _images(
     )
 
 
-def _text(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    codes = torch.randint(128, (8, 129), generator=generator)
-    return codes[:, :-1].contiguous(), codes[:, 1:].contiguous()
+def _text(words: int = 128, context: int = 128) -> Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]:
+    def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.randint(words, (8, context + 1), generator=generator)
+        return codes[:, :-1].contiguous(), codes[:, 1:].contiguous()
+
+    return batch
+
+
+def gpt34m() -> nn.Module:
+    """8 layers, width 512, 8 heads, context 512, vocabulary 8,192: 33.9 M parameters; for GPUs."""
+    return GPT(layers=8, width=512, heads=8, context=512, words=8192)
+
+
+def gpt236m() -> nn.Module:
+    """16 layers, width 1024, 16 heads, context 512, vocabulary 16,384: 235.6 M parameters; for GPUs."""
+    return GPT(layers=16, width=1024, heads=16, context=512, words=16384)
 
 
 def _loss_of_text(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -87,6 +100,8 @@ def _loss_of_text(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 WORKLOADS = {
     "mlp": Workload(build=mlp, batch=_images((64, 784)), loss=F.cross_entropy, batch_size=64),
-    "gpt": Workload(build=GPT, batch=_text, loss=_loss_of_text, batch_size=8),
+    "gpt": Workload(build=GPT, batch=_text(), loss=_loss_of_text, batch_size=8),
+    "gpt34m": Workload(build=gpt34m, batch=_text(8192, 512), loss=_loss_of_text, batch_size=8),
+    "gpt236m": Workload(build=gpt236m, batch=_text(16384, 512), loss=_loss_of_text, batch_size=8),
     "cnn": Workload(build=cnn, batch=_images((64, 3, 32, 32)), loss=F.cross_entropy, batch_size=64),
 }

@@ -8,6 +8,7 @@ that other load on the machine affects all alike. A step takes as long as its sl
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -24,10 +25,14 @@ from .train_conductor import LEAVE_S, Answer, Conductor, Contestant
 
 WARM_UP_STEPS = 3
 ROUGH_START_S = 4.0  # a process imports torch and builds its model, on a core of its own
-ROUGH_STEP_S = {"mlp": 0.18, "gpt": 0.85, "cnn": 0.06}
+ROUGH_STEP_S = {"mlp": 0.18, "gpt": 0.85, "cnn": 0.06, "gpt34m": 0.05, "gpt236m": 0.2}
 DEFAULT = (
     "single", "independent", "independent/kept", "single/kept", "ddp/gloo", "hora/1",
     "ring", "shared", "shared/sharded", "ring/serial", "shared/serial", "ps", "ps/colocated",
+)  # fmt: skip
+
+CUDA_DEFAULT = (
+    "single", "independent", "ddp/1", "path/1", "ddp", "ring", "shared", "auto", "ring/sharded", "shared/sharded",
 )  # fmt: skip
 
 Row = dict[str, Any]
@@ -55,10 +60,29 @@ def contestants(ranks: int) -> dict[str, Contestant]:
     return {one.name: one for one in found}
 
 
-def choose(ranks: int, names: Sequence[str] | None = None, *, everything: bool = False) -> list[Contestant]:
+def cuda_contestants(ranks: int) -> dict[str, Contestant]:
+    """The same on a GPU. Between ranks that share one, `ring` is NCCL over sockets and `shared` CUDA IPC."""
+    found = [
+        Contestant(name="single", ranks=1),
+        Contestant(name="independent", ranks=ranks),
+        Contestant(name="ddp/1", ranks=1, how="ddp"),
+        Contestant(name="ddp", ranks=ranks, how="ddp"),
+        Contestant(name="hora/1", ranks=1, how="hora"),
+        Contestant(name="path/1", ranks=1, how="path", strategy="ring"),
+    ]
+    strategies = {name: name for name in ("ring", "shared", "auto", "engine")}
+    strategies |= {f"{name}/sharded": f"{name}:update=sharded" for name in ("shared", "ring")}
+    strategies |= {"local": "local:every=8", "ps": "ps"}
+    found += [Contestant(name=name, ranks=ranks, how="hora", strategy=text) for name, text in strategies.items()]
+    return {one.name: one for one in found}
+
+
+def choose(
+    ranks: int, names: Sequence[str] | None = None, *, everything: bool = False, device: str = "cpu"
+) -> list[Contestant]:
     """Those with these names, or the default selection, or all. Raises ValueError for an unknown name."""
-    there = contestants(ranks)
-    wanted = list(there) if everything else names or DEFAULT
+    there = cuda_contestants(ranks) if device == "cuda" else contestants(ranks)
+    wanted = list(there) if everything else names or (CUDA_DEFAULT if device == "cuda" else DEFAULT)
     for name in wanted:
         if name not in there:
             hint = did_you_mean(name, there)
@@ -73,13 +97,16 @@ def main(
     rounds: int = 10,
     json_path: str | None = None,
     plot_path: str | None = None,
+    device: str = "cpu",
 ) -> int:
     """Measures, prints the tables, writes JSON lines and the plot; returns the exit code."""
-    rows, failures = measure(those, model, steps, rounds)
+    rows, failures = measure(those, model, steps, rounds, device)
 
     from . import train_table  # loads torch: after the contestants were started
 
     title = f"training step of {model}, one thread per rank, {rounds} rounds of {steps} steps"
+    if device == "cuda":
+        title = f"training step of {model} on {gpu_text()}, {rounds} rounds of {steps} steps"
     train_table.print_steps(rows, title)
     train_table.print_overheads(rows)
     print(machine_text())
@@ -94,9 +121,19 @@ def main(
     return exit_codes.SCRIPT_FAILED if failures else exit_codes.OK
 
 
-def measure(those: Sequence[Contestant], model: str, steps: int, rounds: int) -> tuple[list[Row], list[str]]:
+def gpu_text() -> str:
+    """The GPU, and whether its processes share it through NVIDIA's MPS."""
+    import torch
+
+    mps = pathlib.Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
+    return f"{torch.cuda.get_device_name()} (MPS {'on' if mps else 'off'})"
+
+
+def measure(
+    those: Sequence[Contestant], model: str, steps: int, rounds: int, device: str = "cpu"
+) -> tuple[list[Row], list[str]]:
     """Every contestant's row, and a message for each that has none."""
-    turns, batch_size, failures = take(those, model, steps, rounds)
+    turns, batch_size, failures = take(those, model, steps, rounds, device=device)
     rows = [row_of(one, model, batch_size, turns[one.name]) for one in those if one.name in turns]
     single = next((row["samples_per_s"] for row in rows if row["name"] == "single"), None)
     for row in rows:
@@ -105,12 +142,17 @@ def measure(those: Sequence[Contestant], model: str, steps: int, rounds: int) ->
 
 
 def take(
-    those: Sequence[Contestant], model: str, steps: int, rounds: int, warm_up: int = WARM_UP_STEPS
+    those: Sequence[Contestant],
+    model: str,
+    steps: int,
+    rounds: int,
+    warm_up: int = WARM_UP_STEPS,
+    device: str = "cpu",
 ) -> tuple[dict[str, list[list[Answer]]], int, list[str]]:
     """By name what every rank answered in each round; the model's batch size; a message for each that failed."""
     turns: dict[str, list[list[Answer]]] = {one.name: [] for one in those}
     with ending_on_signals(), tempfile.TemporaryDirectory(prefix="hora-bench-") as folder:
-        conductor = Conductor(those, model, folder)
+        conductor = Conductor(those, model, folder, device)
         leave_s = 0.0  # an interrupted benchmark does not wait for ranks to leave
         try:
             _log(

@@ -56,7 +56,7 @@ class Contestant:
 class Running:
     """A contestant's processes, each leading a process group, and the connection to each of its ranks."""
 
-    def __init__(self, contestant: Contestant, model: str, path: str, folder: pathlib.Path) -> None:
+    def __init__(self, contestant: Contestant, model: str, device: str, path: str, folder: pathlib.Path) -> None:
         self.contestant = contestant
         self.lines: dict[int, tuple[socket.socket, IO[bytes]]] = {}
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -64,9 +64,9 @@ class Running:
         self.failure = ""
         self.folder = folder
         folder.mkdir()
-        rank_of = ["-m", "hora_benchmarks.bench.train_rank", path, contestant.name, contestant.how, model]
+        rank_of = ["-m", "hora_benchmarks.bench.train_rank", path, contestant.name, contestant.how, model, device]
         env = dict(os.environ, OMP_NUM_THREADS="1", **dict(contestant.env))
-        if contestant.how in ("hora", "logged"):
+        if contestant.how in ("hora", "logged", "path"):
             strategy = ["--strategy", contestant.strategy] if contestant.strategy else []
             strategy += ["--servers", contestant.servers] if contestant.servers else []
             flags = [flag.replace("{folder}", str(folder)) for flag in contestant.flags]
@@ -146,7 +146,7 @@ class Running:
 class Conductor:
     """Call `start`, then `turn` as often as wanted; `close` in any case. One caller, one thread."""
 
-    def __init__(self, contestants: Sequence[Contestant], model: str, folder: str) -> None:
+    def __init__(self, contestants: Sequence[Contestant], model: str, folder: str, device: str = "cpu") -> None:
         """`folder` is private (0700): a process that can reach the socket in it can drive the benchmark."""
         self._path = os.path.join(folder, "socket")
         self._listener = socket.socket(socket.AF_UNIX)
@@ -155,6 +155,7 @@ class Conductor:
         self._listener.setblocking(False)
         self._contestants = contestants
         self._model = model
+        self._device = device
         self._folder = pathlib.Path(folder)
         self.running: dict[str, Running] = {}
 
@@ -162,7 +163,7 @@ class Conductor:
         """Starts all and returns when each of them is ready or has failed."""
         for index, contestant in enumerate(self._contestants):
             folder = self._folder / str(index)
-            self.running[contestant.name] = Running(contestant, self._model, self._path, folder)
+            self.running[contestant.name] = Running(contestant, self._model, self._device, self._path, folder)
         deadline = time.monotonic() + limit_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)

@@ -78,6 +78,7 @@ class DeadlockDetector:
         self.thread = threading.get_ident()  # the training thread
         self.current: WaitScope | None = None  # where it is
         self.depth = 0
+        self.beside: WaitScope | None = None  # where its GPU is, while the thread is elsewhere
         self._counts: dict[str, Callable[[], int]] = {}  # of scopes that are not groups
         self._found = False
 
@@ -119,7 +120,7 @@ class DeadlockDetector:
     def _state(self) -> WaitState | None:
         """Where this rank waits right now. A received state is compared with this one alone: the sender of it still
         waits there, or its wait was aborted and this rank's will be."""
-        current = self.current
+        current = self.current or self.beside
         if current is None or current.aborted():
             return None
         begun = {**self._call_numbers(), **{name: count() for name, count in self._counts.items()}}

@@ -9,6 +9,7 @@ the host where ranks share a GPU, which NCCL refuses, or where NCCL does not sup
 from __future__ import annotations
 
 import logging
+import os
 import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -45,7 +46,7 @@ def all_reduce_cuda(
     """A CUDA vector through NCCL, or through the host and there by `on_cpu`."""
     if group.size == 1:
         return
-    if operation.name in NCCL_OPERATIONS and flat.dtype in NCCL_DTYPES and _own_gpus(group, flat.device):
+    if operation.name in NCCL_OPERATIONS and flat.dtype in NCCL_DTYPES and own_gpus(group, flat.device):
         _by_engine(group, flat, operation, "nccl")
     else:
         host = flat.cpu()
@@ -58,10 +59,12 @@ def _by_engine(group: Group, flat: torch.Tensor, operation: Operation, backend: 
     group.engine(backend).all_reduce(flat, operation.name)
 
 
-def _own_gpus(group: Group, device: torch.device) -> bool:
+def own_gpus(group: Group, device: torch.device) -> bool:
     """Whether every rank of the group uses another GPU; compared once, by all ranks in the same call."""
     if group.own_gpus is None:
-        name = str(torch.cuda.get_device_properties(device).uuid).encode()
+        # Ranks with different NCCL_HOSTID are on different hosts to NCCL, which then does not refuse a shared GPU.
+        host = os.environ.get("NCCL_HOSTID", "")
+        name = f"{torch.cuda.get_device_properties(device).uuid} {host}".encode()
         names = primitives.all_gather(group, torch.tensor([zlib.crc32(name)]))
         group.own_gpus = len({int(name) for name in names}) == group.size
         if group.rank == 0 and group.size > 1:

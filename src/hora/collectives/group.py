@@ -60,7 +60,7 @@ class Group(CallExecutor):
         self.own_gpus: bool | None = None  # whether each rank has a GPU of its own, once that was compared
         self._open_transport = open_transport
         self._make_subgroup = make_subgroup
-        self._on_close = on_close
+        self.on_close = [on_close] if on_close is not None else []
         self._engines: dict[str, EngineTransport] = {}
         self._hierarchy: HostHierarchy | None = None
         self._staging = shared.StagingSlots.open(transport) if transport.shares_memory else None
@@ -325,14 +325,14 @@ class Group(CallExecutor):
 
     def close(self) -> None:
         """Releases everything: the group makes no more calls. Not collective."""
+        for release in list(self.on_close):
+            release()
         self._close_executor()
         if self._hierarchy is not None:
             self._hierarchy.close()
         for transport in (self.transport, *self._engines.values()):
             transport.close()
         self._staging = None
-        if self._on_close:
-            self._on_close()
 
     # -- what the algorithms use -------------------------------------------------------------------------------------
 

@@ -81,8 +81,10 @@ def plan(
     shards: Callable[[int], Sequence[ParameterShard]],
     bucket_bytes: int,
     num_owners: int = 1,
+    cut: bool = True,
 ) -> list[Bucket]:
-    """The buckets of these parameters in this order. A parameter larger than a bucket is spread over several."""
+    """The buckets of these parameters in this order. A parameter larger than a bucket is spread over several; without
+    `cut` it makes a large bucket."""
     buckets: list[Bucket] = []
     open_ones: dict[tuple[torch.dtype, torch.device], list[tuple[int, int, int, int]]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -114,7 +116,7 @@ def plan(
                 continue
             each = max(1, -(-room // len(left)))
             for shard in left:
-                take = min(each, shard[1] - shard[0])
+                take = min(each, shard[1] - shard[0]) if cut else shard[1] - shard[0]
                 pieces.append((index, shard[0], shard[0] + take, shard[2]))
                 filled[kind] += take
                 shard[0] += take

@@ -240,6 +240,7 @@ class Transport(abc.ABC):
         self.observer = WaitObserver()
         self.cause: HoraError | None = None
         self.gone: dict[int, str] = {}  # peers that have left the run, and why
+        self.on_abort: list[Callable[[HoraError], None]] = []  # thread-safe, must not block
         self.sent_messages = [0] * spec.size
         self.sent_bytes = [0] * spec.size
         self.oversubscribed = spec.size > num_cores()  # then a spin takes the time of the peer it waits for
@@ -286,6 +287,8 @@ class Transport(abc.ABC):
         if self.cause is None:
             self.cause = cause
             self._wake()
+            for notify in list(self.on_abort):
+                notify(cause)
 
     def lost_error(self, peers: tuple[int, ...], problem: object) -> HoraError:
         """A connection to one of `peers` broke: the cause, if it becomes known within `CAUSE_S`, else `problem`."""

@@ -225,6 +225,11 @@ class TorchBackend(EngineBackend):
         self._threads = EngineThreads()
         self._peer = (spec.rank + 1) % spec.size
 
+    @property
+    def process_group(self) -> Any:
+        """torch's own, for calls that are ordered by streams and never block."""
+        return self._group
+
     def _start(self, start: Callable[[], Any], wait: Callable[[Any], None] | None = None) -> EngineWork:
         """Starts on the caller's thread, which keeps the order of messages; another thread waits for the end."""
         try:

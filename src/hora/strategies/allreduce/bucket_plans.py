@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...collectives.device import DeviceComm
 from ...collectives.group import Group
 from ...compression.compressed_sum import CompressionSavings
 from ...compression.compressor import Compressor
@@ -19,9 +20,11 @@ from ...errors import Mismatch, OutOfMemory
 from ...net.machine import num_cores
 from ...parameters.buckets import BackwardHooks, plan
 from ...parameters.registry import ParameterRegistry
-from ...parameters.shards import ParameterShard, whole_shards
+from ...parameters.shards import ParameterShard, is_dense, whole_shards
 from ..common import compression
 from ..common.sync import CommStats
+from .config import BUCKET_BYTES
+from .device_reducer import DeviceReducer, bucket_bytes
 from .reducers import CollectiveReducer, Reducer, SharedMemoryReducer
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ class BucketPlans:
         self.eager = strategy.overlap
         self.sparse: list[int] = []
         self.savings = CompressionSavings()
+        self.comm: DeviceComm | None = None  # where the parameters lie on a GPU
         self._registry, self._backward, self._strategy = registry, backward, strategy
         self._keep, self._traffic = keep, traffic
         self._plans: dict[tuple[int, ...], _Plan] = {}  # by the trained parameters, the newest last
@@ -71,7 +75,7 @@ class BucketPlans:
         dense = [index for index in order if index not in self.sparse]
         self._backward.late = late
         reducer, self.eager = make_reducer(
-            group, self._registry, self._strategy, dense, shards, self._keep, self._traffic
+            group, self._registry, self._strategy, dense, shards, self._keep, self._traffic, self.comm
         )
         wire = Compressor(self._strategy.wire, self._strategy.topk, self._strategy.rank, self.savings)
         reducer.compress(wire, lambda bucket: compression.matrices(bucket, self._registry.parameters))
@@ -145,6 +149,7 @@ def make_reducer(
     shards: Shards,
     keep: bool,
     traffic: CommStats,
+    comm: DeviceComm | None = None,
 ) -> tuple[Reducer, bool]:
     """Collective: the reducer of these gradients, and whether buckets leave while backward goes on.
 
@@ -152,6 +157,12 @@ def make_reducer(
     with, so collectives then run after backward.
     """
     parameters = registry.parameters
+    if comm is not None and keep and all(is_dense(parameters[i]) for i in dense):
+        limit = strategy.bucket_bytes
+        if limit == BUCKET_BYTES:  # the default, which is for CPUs
+            limit = bucket_bytes(comm, sum(parameters[i].nbytes for i in dense))
+        buckets = plan(dense, parameters, whole_shards(parameters), limit, cut=False)
+        return DeviceReducer(group, buckets, keep, traffic, comm, parameters), strategy.overlap
     shares_memory = group.transport.shares_memory and group.num_hosts == 1
     spare = num_cores() >= 2 * group.hosts.count(group.hosts[group.rank])
     if strategy.algorithm in ("shared", "auto") and shares_memory and all(parameters[i].is_cpu for i in dense):

@@ -56,6 +56,11 @@ class AllReduce(Strategy):
             from .sharded import ShardedSync
 
             return ShardedSync(registry, hooks, self)
+        devices = {parameter.device for parameter in registry.parameters}
+        if len(devices) == 1 and next(iter(devices)).type == "cuda":
+            from .device_sync import DeviceSync
+
+            return DeviceSync(registry, hooks, self)
         from .replicated import ReplicatedSync
 
         return ReplicatedSync(registry, hooks, self)

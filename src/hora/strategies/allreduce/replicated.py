@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 class ReplicatedSync(Sync):
     keep = True  # every worker gets all of the mean, not only its own shard
+    binds_alone = False  # a single worker goes the whole way too; for benchmarks
 
     def __init__(self, registry: ParameterRegistry, hooks: TrainingHooks, strategy: AllReduce) -> None:
         super().__init__(registry, hooks)
@@ -65,7 +66,7 @@ class ReplicatedSync(Sync):
 
     def bind(self, group: Group) -> None:
         compression.warn_of_one_host(self.strategy.wire, group)
-        if group.size == 1:
+        if group.size == 1 and not self.binds_alone:
             return  # a group without peers binds no buckets
         self.registry.agree(group)
         self.home = group
@@ -268,26 +269,14 @@ class ReplicatedSync(Sync):
 
     def _conclude(self, status: StepStatus) -> None:
         """All workers draw the same conclusions from the same numbers."""
-        size = self._group.size
         for index, count in zip(self._counted, status.holders, strict=True):
             if not count:
                 self._grads.drop_missing(index)
-        self._launched = -1
-        self._grads.clear()
-        self._accumulation.clear()
-        self._stepped.clear()
-        self._backward.passed = False
-        self._backward.running = False
-        self.hooks.exchanging = False
+        self._close_exchange()
         self.outcome = StepOutcome(stop=bool(status.stop))
         if self._plans.reducer is not None:
             self._plans.reducer.settle(counts=not status.nonfinite)
-        if status.loop != self.hooks.loop * size:
-            way_out = "did one leave its loop or skip a backward()?"
-            raise ExchangeCancelled(difference(self._group, self.hooks.loop, "loops have begun", way_out))
-        if status.step != self._num_steps * size:
-            way_out = "every worker must call optimizer.step() after the same backward()"
-            raise HoraError(difference(self._group, self._num_steps, "steps were taken", way_out))
+        self._compare(status, StepStatus(loop=self.hooks.loop, step=self._num_steps))
         settled = self._unfrozen
         if status.weight:  # not where only unfrozen parameters were reduced
             settled, self._factor = self._counted, status.expected / status.weight
@@ -301,6 +290,26 @@ class ReplicatedSync(Sync):
         if status.buffers:
             self._buffers.share(self._group)
         self._settle(settled)
+
+    def _close_exchange(self) -> None:
+        """This worker's part in the exchange is over."""
+        self._launched = -1
+        self._grads.clear()
+        self._accumulation.clear()
+        self._stepped.clear()
+        self._backward.passed = False
+        self._backward.running = False
+        self.hooks.exchanging = False
+
+    def _compare(self, status: StepStatus, mine: StepStatus) -> None:
+        """Raises if a worker was elsewhere."""
+        size = self._group.size
+        if status.loop != mine.loop * size:
+            way_out = "did one leave its loop or skip a backward()?"
+            raise ExchangeCancelled(difference(self._group, int(mine.loop), "loops have begun", way_out))
+        if status.step != mine.step * size:
+            way_out = "every worker must call optimizer.step() after the same backward()"
+            raise HoraError(difference(self._group, int(mine.step), "steps were taken", way_out))
 
     def _correct(self, factor: float) -> None:
         scale_gradients(self._parameters(self._counted), factor)

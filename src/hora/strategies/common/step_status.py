@@ -38,19 +38,19 @@ class StepStatus:
 
     def post(self, group: Group, name: str, late: bool = False) -> PendingStatus:
         """Collective: adds up the status of all workers. Blocks, unless it is to be read `late`."""
-        total = torch.tensor(self._row(), dtype=torch.float64)
+        total = torch.tensor(self.row(), dtype=torch.float64)
         return PendingStatus(type(self), group.all_reduce(total, name=name, wait=not late))
 
     def gather(self: S, group: Group, name: str) -> list[S]:
         """Collective, blocks: the status of every worker in order of rank."""
-        row = torch.tensor(self._row(), dtype=torch.float64)
-        return [self._of(theirs.tolist()) for theirs in group.all_gather(row, name=name)]
+        row = torch.tensor(self.row(), dtype=torch.float64)
+        return [self.of(theirs.tolist()) for theirs in group.all_gather(row, name=name)]
 
-    def _row(self) -> list[float]:
+    def row(self) -> list[float]:
         return [*(float(getattr(self, name)) for name in self._scalars()), *getattr(self, self.tail)]
 
     @classmethod
-    def _of(cls: type[S], row: Sequence[float]) -> S:
+    def of(cls: type[S], row: Sequence[float]) -> S:
         names = cls._scalars()
         values: dict[str, Any] = {**dict(zip(names, row, strict=False)), cls.tail: row[len(names) :]}
         return cls(**values)
@@ -69,7 +69,7 @@ class PendingStatus:
 
     def read(self) -> StepStatus:
         total = self._total if isinstance(self._total, torch.Tensor) else self._total.wait()
-        return self._kind._of(total.tolist())
+        return self._kind.of(total.tolist())
 
 
 def difference(group: Group, mine: int, what: str, way_out: str) -> str:
