@@ -56,12 +56,15 @@ def parameters_after(
         ("shared:update=sharded", "shm"),
         ("ring:update=sharded", "memory"),
         ("local:every=2", "memory"),
+        ("local:every=2,via=ps/2", "memory"),
+        ("local:every=2,via=ps/1tcp", "memory"),
+        ("diloco:every=2", "memory"),  # outer momentum
     ],
 )
 def test_a_sync_that_is_bound_again_between_two_steps_trains_on_as_before(
     strategy: str, transport: str, rebind_at: int
 ) -> None:
-    if strategy.startswith("local"):
+    if strategy.startswith(("local", "diloco")):
         rebind_at = 2 * (rebind_at // 2)  # where a round has ended
     expected = parameters_after(2, strategy, transport, None)
     found = parameters_after(2, strategy, transport, rebind_at)

@@ -85,9 +85,6 @@ class ServerConnections:
         if self._colocated is not None:
             self._colocated.check()
 
-    def close(self) -> None:
-        self.client.close()
-
     def stay(self) -> None:
         """After this worker has left the run: its own server stays until all workers have left."""
         self.client.close()
