@@ -56,7 +56,7 @@ def data_service(one: Training, group: Group, leased: bool) -> DataService:
 
 
 def close_all() -> None:
-    """Ends what a test has left open: lines to servers, their threads and memory would pile up over the suite."""
+    """Ends what a test has left open: connections to servers, their threads and memory would pile up over the suite."""
     while _open:
         one = _open.pop()
         with contextlib.suppress(Exception):
@@ -64,8 +64,10 @@ def close_all() -> None:
         outpost = getattr(one.sync, "_connections", None) or getattr(
             getattr(one.sync, "_averager", None), "_connections", None
         )
-        if outpost is not None and outpost._colocated is not None:
-            outpost._colocated._loop.stop()
+        if outpost is not None:
+            outpost.client.close()
+            if outpost._colocated is not None:
+                outpost._colocated._loop.stop()
 
 
 def net(seed: int = 0, width: int = 24) -> torch.nn.Sequential:

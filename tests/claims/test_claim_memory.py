@@ -184,4 +184,5 @@ def test_all_processes_of_a_run_are_seen_by_their_roles_and_needs(tmp_path: path
     near = functools.partial(pytest.approx, abs=5_000_000)
     assert first.own_bytes == near(first.peak_bytes), "had most before it mapped what is shared"
     assert second.own_bytes == near(second.peak_bytes - (20 << 20)), "half of what is shared"
-    assert first.together_bytes + second.together_bytes == near(first.peak_bytes - 60_000_000 + second.peak_bytes)
+    together = first.together_bytes + second.together_bytes  # later: a busy rank touches pages of libraries meanwhile
+    assert together == near(first.peak_bytes - 60_000_000 + second.peak_bytes, abs=15_000_000)

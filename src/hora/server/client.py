@@ -72,10 +72,14 @@ class ServerClient(ConnectionPool):
                 self._tables.setdefault(chunk.table.index, []).append((connection, chunk))
 
     def close(self) -> None:
+        self.leave_local_ranks()
+        super().close()
+
+    def leave_local_ranks(self) -> None:
+        """Between two steps: from now on this worker pushes its own gradients only."""
         if self.host_aggregation is not None:
             self.host_aggregation.close()
             self.host_aggregation = None
-        super().close()
 
     def _on_lost(self, cause: PeerLost) -> None:
         """A worker that waits for a local rank does not look at the servers."""

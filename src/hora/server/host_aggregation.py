@@ -53,24 +53,26 @@ def make_host_aggregation(group: Group, connections: Sequence[ServerConnection])
         inner = group.new_group(host)
         if group.rank in host:
             inner.all_reduce(remote, "min", name="servers that are remote for all local ranks")
-            group.consistency.transports.append(inner.transport)
             servers = {
                 connection.number for connection, is_remote in zip(connections, remote, strict=True) if is_remote
             }
-            found = HostAggregation(inner, host[0], servers)
+            found = HostAggregation(group, inner, host[0], servers)
     return found
 
 
 class HostAggregation:
-    """`leader` is the rank that pushes; `servers` are the numbers of the remote servers. Methods are collective over
-    the local ranks, except `carries`, `has`, `abort`, `break_off` and `close`."""
+    """`inner` has the local ranks of `group`, and is aborted with it. `leader` is the rank that pushes; `servers` are
+    the numbers of the remote servers. Methods are collective over the local ranks, except `carries`, `has`, `abort`,
+    `break_off` and `close`."""
 
-    def __init__(self, inner: Group, leader: int, servers: set[int]) -> None:
+    def __init__(self, group: Group, inner: Group, leader: int, servers: set[int]) -> None:
         self.leader = leader
         self.leads = inner.rank == 0
         self.size = inner.size
         self.total = 0.0  # the weights of all local ranks in the current step
         self._inner = inner
+        self._whole = group.consistency
+        self._whole.transports.append(inner.transport)
         self._servers = servers
         self._have: dict[tuple[int, int], bool] = {}  # by server and block
 
@@ -118,4 +120,5 @@ class HostAggregation:
         self._inner.consistency.abort(cause)
 
     def close(self) -> None:
+        self._whole.transports = [each for each in self._whole.transports if each is not self._inner.transport]
         self._inner.close()

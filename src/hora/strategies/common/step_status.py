@@ -1,8 +1,8 @@
-"""StepStatus: the few numbers that travel with every synchronisation, from which all workers conclude the same.
+"""StepStatus: the few numbers that travel with every synchronisation among workers, from which all conclude the same.
 
 Each worker posts its own. The all-reduce family adds them up, Local SGD gathers them; either way every worker reads the
 same numbers, so a stop, a skipped step or a mismatch needs no further message. A step is committed once its status has
-been read: until then no parameter has changed.
+been read: until then no parameter has changed. What a worker tells parameter servers is server/messages.py's BeginStep.
 """
 
 from __future__ import annotations

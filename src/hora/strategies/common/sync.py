@@ -2,7 +2,7 @@
 
 The seam between the training loop, as PyTorch's hooks see it, and the architecture. The verbs, in the order of a step:
 
-    bind(group)                   collective: all workers have rank 0's parameters; the verbs below may be called
+    bind(group)                   collective: the verbs below may be called; the first time all get rank 0's parameters
     before_forward()              a prepared model is called
     bucket_ready(bucket)          these gradients are complete; others are still being computed
     after_backward(shadow)        the outermost backward has ended; shadow: of the others, this worker has no samples
@@ -13,11 +13,12 @@ The seam between the training loop, as PyTorch's hooks see it, and the architect
     abort(cause)                  ends every wait of an exchange; thread-safe
     snapshot(), restore()         collective: complete parameters, buffers and optimizer state of one step
     describe()                    figures for job.log, the dashboard and the summary
-    unbind()
+    unbind()                      leaves the group; `bind` may follow
 
 All but `abort` and `describe` are called on the training thread. All but `before_forward` may block, and a lost peer
-raises PeerLost out of any of them. `bind` and `unbind` may be called at any step boundary. The commit point of a step
-is the return of `step`: until then no parameter has changed."""
+raises PeerLost out of any of them. `bind` and `unbind` may be called at any step boundary, by all workers; what
+parameter servers hold, and a worker's connections to them, last until `join(CLOSED)`. The commit point of a step is the
+return of `step`: until then no parameter has changed."""
 
 from __future__ import annotations
 

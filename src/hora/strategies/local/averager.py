@@ -65,8 +65,11 @@ class Averager:
         """What a compressed wire saved in so many rounds."""
         return ""
 
-    def close(self) -> None:
-        """There will be no further round."""
+    def enter_group(self) -> None:
+        """Collective over the all-reduce's group, in which the next rounds are."""
+
+    def leave_group(self) -> None:
+        """Between two rounds. What earlier ones have led to, such as outer momentum, stays."""
 
     def stay(self) -> None:
         """Blocks, after this worker has left the run, while others need its server."""

@@ -200,7 +200,7 @@ class Exchanger:
 
     def close(self) -> None:
         self._task_thread.close()
-        self.averager.close()
+        self.averager.leave_group()
 
     def run(self, exchange: Exchange) -> None:
         """Collective, blocks. HoraError, on every worker, if workers are not at the same point of a round, or if a

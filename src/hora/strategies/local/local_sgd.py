@@ -55,6 +55,7 @@ class LocalSync(CountsRounds, LocalGradients):  # type: ignore[misc, override]
         if strategy.warmup and any(isinstance(each, torch.optim.LBFGS) for each in registry.optimizers):
             raise ValueError("warmup averages the gradient of a step, and LBFGS computes several: leave warmup out")
         self._round = Round(strategy.fragments, strategy.warmup)
+        self._was_bound = False
         self._all_reduce: CountedAllReduce
         self._exchanger: Exchanger
         self._averager: Averager
@@ -80,8 +81,12 @@ class LocalSync(CountsRounds, LocalGradients):  # type: ignore[misc, override]
         self.registry.agree(group)
         self.group = group.clone()
         self.group.describe_wait = lambda: f"averaging parameters after step {self.hooks.step}"
-        self._all_reduce = CountedAllReduce(self.group, self.strategy.algorithm, self.traffic)
-        self._averager = self._make_averager()
+        if not self._was_bound:
+            self._was_bound = True
+            self._all_reduce = CountedAllReduce(self.group, self.strategy.algorithm, self.traffic)
+            self._averager = self._make_averager()
+        self._all_reduce.group = self.group
+        self._averager.enter_group()
         self._exchanger = Exchanger(
             self.registry, self.hooks, self.strategy, self._round, self._all_reduce, self._averager
         )

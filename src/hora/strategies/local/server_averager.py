@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...collectives.group import Group
 from ...errors import HoraError
 from ...parameters.registry import ParameterRegistry
 from ...rendezvous.context import RunContext
@@ -33,14 +34,22 @@ class ServerAverager(Averager):
         self, registry: ParameterRegistry, all_reduce: CountedAllReduce, strategy: LocalSGD, context: RunContext
     ) -> None:
         super().__init__(registry, all_reduce)
-        self._group = group = all_reduce.group
         self._context = context
         self._anchors: dict[int, torch.Tensor] = {}
         self._num_rounds = 0
         served = ParameterRegistry(registry.models, strategy.served(registry.optimizers))
-        rules, check = strategy.rules(), group.transport.check
-        self._connections = ServerConnections(context, served, rules, strategy.block_bytes, check)
-        self._connections.gather_local_ranks(group)
+        rules = strategy.rules()
+        self._connections = ServerConnections(context, served, rules, strategy.block_bytes, self._check)
+
+    @property
+    def _group(self) -> Group:
+        return self._all_reduce.group
+
+    def _check(self) -> None:
+        self._group.transport.check()
+
+    def enter_group(self) -> None:
+        self._connections.gather_local_ranks(self._group)
 
     def set_anchors(self, indices: Sequence[int]) -> None:
         self._group.barrier("before the servers get the parameters")
@@ -98,8 +107,8 @@ class ServerAverager(Averager):
         for index, parameter in zip(indices, self._parameters(indices), strict=True):
             self._anchors[index].copy_(parameter)
 
-    def close(self) -> None:
-        self._connections.close()
+    def leave_group(self) -> None:
+        self._connections.leave_group()
 
     def stay(self) -> None:
         self._connections.stay()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping
 
 from ...collectives.group import Group
@@ -32,8 +34,9 @@ class ServerConnections:
     ) -> None:
         self._context = context
         self._check = check
+        self._tables = dict(tables or {})
         layout = make_layout(registry, context, block_bytes)
-        self.flat_parameters = FlatParameters(registry, dict(tables or {}), context.num_servers)
+        self.flat_parameters = FlatParameters(registry, self._tables, context.num_servers)
         self._colocated: ColocatedServer | None = None
         if context.colocated and not context.joined and context.rank < context.num_servers:
             context.control.put(f"parameters/{context.rank}", b"here")  # the run cannot go on without this process
@@ -43,9 +46,32 @@ class ServerConnections:
         self.client = ServerClient(context, layout, dtypes, rules, check=self._look, targets=targets)
         self.client.connect(registry.entries())
 
+    def watch(
+        self, group: Group, doing: Callable[[], str], is_aborted: Callable[[], bool], num_steps: Callable[[], int]
+    ) -> contextlib.AbstractContextManager[None]:
+        """What to hold during a step, where all workers step together: then workers that wait for each other, one in a
+        step and one in a collective call of `group`, are found."""
+        if group.deadlocks is None:
+            return contextlib.nullcontext()
+        self.client.on_slow_wait = group.deadlocks.on_long_wait
+        return group.deadlocks.scope("servers", lambda: f"while {doing()}", is_aborted, num_steps)
+
     def gather_local_ranks(self, group: Group) -> None:
         """Collective, where all workers step together: those of one host push one gradient to remote servers."""
         self.client.host_aggregation = make_host_aggregation(group, self.client.connections)
+
+    def attach_tables(self, on_gradient: Callable[[], None]) -> None:
+        """The rows of ServerEmbeddings come from the servers; `on_gradient` is called inside a backward that reaches
+        them."""
+        for index, table in self._tables.items():
+            table.attach(functools.partial(self.client.look_up, index), on_gradient)
+
+    def leave_group(self) -> None:
+        """Between two steps. The connections stay: a server knows a worker by its rank in the run, whatever its
+        group."""
+        for table in self._tables.values():
+            table.detach()
+        self.client.leave_local_ranks()
 
     def abort(self, cause: HoraError) -> None:
         """Ends every wait for the other workers of this host. Thread-safe."""
@@ -58,9 +84,6 @@ class ServerConnections:
         self._check()
         if self._colocated is not None:
             self._colocated.check()
-
-    def close(self) -> None:
-        self.client.close()
 
     def stay(self) -> None:
         """After this worker has left the run: its own server stays until all workers have left."""

@@ -24,14 +24,26 @@ class UnservedState:
         self._client = client
         self._hooks = hooks
 
+    def start(self, rank: int, joined: bool, elastic: bool) -> None:
+        """Rank 0 publishes what it begins with; a worker that joins the run takes it."""
+        if joined:
+            self.load()
+            if elastic:
+                self.load_loop()
+        elif rank == 0:
+            self._publish_all(elastic)
+
     def share(self, rank: int, elastic: bool) -> None:
         """A worker that leaves its loop after rank 0 takes rank 0's tensors; one that leaves before keeps its own."""
         if rank:
             self.load(self._hooks.loop)
         else:
-            self.publish()
-            if elastic:
-                self.publish_loop()
+            self._publish_all(elastic)
+
+    def _publish_all(self, elastic: bool) -> None:
+        self.publish()
+        if elastic:
+            self.publish_loop()
 
     def publish(self) -> None:
         """Rank 0's tensors, with the loop they are of."""

@@ -13,7 +13,6 @@ way: it tells the servers when it begins and ends to train, so that no worker wa
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -60,6 +59,7 @@ class ParameterServerSync(LocalGradients):
         self._lag: float | None = None  # mean over the chunks of the newest step
         self._group_sizes = {id(each): _group_sizes(each) for each in registry.optimizers}
         self._spent: tuple[float, float, int] | None = None  # the accumulation at an optimizer's step, for the others'
+        self._connected = False
         self._connections: ServerConnections
         self._client: ServerClient
         self._flat_parameters: FlatParameters
@@ -80,44 +80,45 @@ class ParameterServerSync(LocalGradients):
     # -- binding -----------------------------------------------------------------------------------------------------
 
     def bind(self, group: Group) -> None:
-        context = self.context
-        self.home = group
-        if not context.joined:
+        """The first time rank 0 gives the servers their parameters. Later the connections, and with them all that the
+        servers hold, go on as they were."""
+        first, self.home = not self._connected, group
+        if first and not self.context.joined:
             self.registry.agree(group)
         if self.lockstep and group.size > 1:
             self.group = group.clone()
             self.group.describe_wait = self._doing
+        if first:
+            self._connect()
+        if self.lockstep:
+            self._step_wait = self._connections.watch(group, self._doing, self._is_aborted, lambda: self._num_pushes)
+            self._connections.gather_local_ranks(group)
+        if first:
+            self._fill_servers(group)
+        self._backward.hook()
+        self._connections.attach_tables(self._backward.join_in)
+
+    def _connect(self) -> None:
         self._connections = ServerConnections(
-            context, self._served, self.strategy.rules(), self.strategy.block_bytes, self._check, self._tables
+            self.context, self._served, self.strategy.rules(), self.strategy.block_bytes, self._check, self._tables
         )
         self._client, self._flat_parameters = self._connections.client, self._connections.flat_parameters
-        if group.deadlocks is not None and self.lockstep:
-            self._client.on_slow_wait = group.deadlocks.on_long_wait
-            self._step_wait = group.deadlocks.scope(
-                "servers", lambda: f"while {self._doing()}", self._is_aborted, lambda: self._num_pushes
-            )
-        if self.lockstep:
-            self._connections.gather_local_ranks(group)
         self._archive = ServerStateArchive(self.registry, self._client)
         self._unserved = UnservedState(self.registry, self._client, self.hooks)
-        if context.rank == 0:
+        self._connected = True
+
+    def _fill_servers(self, group: Group) -> None:
+        """Collective, but for a worker that has joined the run: the servers have rank 0's parameters."""
+        rank, joined = self.context.rank, self.context.joined
+        if rank == 0:
             self._client.fill_parameters(self._flat_parameters.values)
-            self._unserved.publish()
-        if context.joined:
-            self._unserved.load()
-        else:
+        self._unserved.start(rank, joined, self.strategy.elastic)
+        if not joined:
             group.barrier("the servers have rank 0's parameters")
-        if context.rank == 0:
-            context.control.put("bound", b"yes")  # from now on the run survives the loss of a worker
+        if rank == 0:
+            self.context.control.put("bound", b"yes")  # from now on the run survives the loss of a worker
         self._refresh()
         self._buffer_versions = self.registry.signature()
-        self._backward.hook()
-        for index, table in self._tables.items():
-            table.attach(functools.partial(self._client.look_up, index), self._backward.join_in)
-        if self.strategy.elastic and context.rank == 0:
-            self._unserved.publish_loop()
-        elif self.strategy.elastic and context.joined:
-            self._unserved.load_loop()
 
     def _check(self) -> None:
         """Called while this worker waits for a server: raises if the wait is in vain."""
@@ -128,10 +129,9 @@ class ParameterServerSync(LocalGradients):
         return self.group is None or self.group.transport.cause is not None
 
     def unbind(self) -> None:
-        for table in self._tables.values():
-            table.detach()
+        """The connections stay, for the next `bind`, until this worker has left the run."""
         self._backward.unhook()
-        self._client.close()
+        self._connections.leave_group()
         if self.group is not None:
             self.group.close()
             self.group = None
@@ -284,9 +284,7 @@ class ParameterServerSync(LocalGradients):
         if self.strategy.backup:
             if any(ready.dropped for ready in readies) and not self._shadow:
                 self.num_dropped += 1
-                if self.num_dropped & (self.num_dropped - 1) == 0:  # the first, the second, the fourth, …
-                    log.warning("%s came late to step %d: its gradient was dropped, the %s",
-                                self.context.name, self._step - 1, _nth(self.num_dropped))  # fmt: skip
+                _warn_of_drop(self.context.name, self._step - 1, self.num_dropped)
             readies = self._catch_up(readies)
         self.outcome.stop = any(ready.stop for ready in readies)
         if any(ready.buffers for ready in readies) and self.group is not None:
@@ -297,9 +295,9 @@ class ParameterServerSync(LocalGradients):
 
     def _catch_up(self, readies: list[ChunkReady]) -> list[ChunkReady]:
         """Other workers may be further: this one goes on where they are. What the servers said last."""
-        tries = 0
-        while len({ready.now for ready in readies}) > 1 and tries < CATCH_UPS:
-            tries += 1
+        for _ in range(CATCH_UPS):
+            if len({ready.now for ready in readies}) <= 1:
+                break
             readies = self._client.refresh()
             self._flat_parameters.scatter()
         now = max(ready.now for ready in readies)
@@ -426,5 +424,8 @@ def _compression_summary(wire: str, num_pushes: int, client: ServerClient) -> st
     return f"wire={wire}: pushes {sent:.1f} MB instead of {plain:.1f} MB per step"
 
 
-def _nth(number: int) -> str:
-    return {1: "first", 2: "second"}.get(number, f"{number}th")
+def _warn_of_drop(worker: str, step: int, number: int) -> None:
+    """Warns of the first, the second, the fourth, … gradient that was dropped."""
+    if number & (number - 1) == 0:
+        nth = {1: "first", 2: "second"}.get(number, f"{number}th")
+        log.warning("%s came late to step %d: its gradient was dropped, the %s", worker, step, nth)
