@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from typing import Any, NoReturn
 
 import torch
@@ -47,29 +48,32 @@ def _refused(name: str, code: int) -> NoReturn:
 
 
 class DeviceMemory:
-    """`num_bytes` of device memory at `address`, as a tensor. `close` unmaps or frees it: no tensor may use it then."""
+    """`num_bytes` of device memory, released once neither this object nor a tensor of it is left."""
 
-    def __init__(self, address: int, num_bytes: int, release: str, device: torch.device) -> None:
+    def __init__(self, address: int, num_bytes: int, release: str) -> None:
         self.address = address
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 2, "strides": None,
         }  # fmt: skip
-        self.bytes: torch.Tensor = torch.as_tensor(self, device=device)
         self._release = release
 
     @staticmethod
-    def allocate(num_bytes: int, device: torch.device) -> DeviceMemory:
+    def allocate(num_bytes: int) -> DeviceMemory:
         address = ctypes.c_uint64()
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-        return DeviceMemory(address.value, num_bytes, "cuMemFree_v2", device)
+        return DeviceMemory(address.value, num_bytes, "cuMemFree_v2")
 
     @staticmethod
-    def open(handle: bytes, num_bytes: int, device: torch.device) -> DeviceMemory:
+    def open(handle: bytes, num_bytes: int) -> DeviceMemory:
         """Memory of another process, from its `handle`."""
         address, given = ctypes.c_uint64(), _Handle()
         ctypes.memmove(ctypes.byref(given), handle, HANDLE_BYTES)
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
-        return DeviceMemory(address.value, num_bytes, "cuIpcCloseMemHandle", device)
+        return DeviceMemory(address.value, num_bytes, "cuIpcCloseMemHandle")
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """Its bytes. The tensor keeps the memory."""
+        return torch.as_tensor(self, device=device)
 
     def handle(self) -> bytes:
         """What another process opens it with."""
@@ -77,10 +81,9 @@ class DeviceMemory:
         _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.address))
         return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
 
-    def close(self) -> None:
-        if self.address:
-            address, self.address = self.address, 0
-            _call(self._release, ctypes.c_uint64(address))
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the driver releases what a process leaves
+            getattr(_driver(), self._release)(ctypes.c_uint64(self.address))
 
 
 def register_host(address: int, num_bytes: int) -> int:

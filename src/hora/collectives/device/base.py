@@ -6,14 +6,16 @@
     reduce_scatter(vector)     this rank's shard of it does; the rest is lost
     all_gather(vector)         every rank's shard comes to all ranks
     broadcast(vector)          the vector becomes rank 0's
-    finish() -> verdict        ends the exchange; the verdict is a device tensor: 0.0 if what it left is good
-    release(vectors)           they are not used any more
+    verdict() -> tensor        0.0 on the device if what was reduced since `begin` is good, as far as this rank knows
+    end()                      ends the exchange
+    release(vectors)           collective: they are not used any more
     abort(cause)               thread-safe, may be called at any time
     close()
 
 All but `allocate`, `release` and `close` return at once. All ranks make the same calls in the same order, on one stream
-of their own. `verdict` is not 0 if a value was NaN or infinite on any rank, or if the exchange was aborted: a stream
-that an abort has released goes on with whatever lies in the vectors, so an optimizer must not step on a verdict of 1.
+of their own. The verdict is 1.0 if a value was NaN or infinite in what this rank has seen, or if the exchange was
+aborted: a stream that an abort has released goes on with whatever lies in the vectors. A last reduction shares the
+verdicts. Once it has ended on any rank, all ranks had theirs, so an abort that follows changes none.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ class DeviceVector:
             [peer[start:stop] for start, stop in itertools.pairwise(edges)] for peer in peers
         ]
 
+    def forget_peers(self) -> None:
+        """Unmaps their memory."""
+        self.wholes, self.peers = (), []
+
 
 class VectorSpec:
     """A vector to be allocated: `edges` has one more element than there are ranks."""
@@ -58,12 +64,13 @@ class VectorSpec:
 
 class DeviceComm(abc.ABC):
     name: str
-    most_buckets: int  # of a large model: each costs the host calls to the driver
+    bucket_bytes: int  # of gradients that are reduced together
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
         self.device = device
         self.cause: HoraError | None = None
+        self._closed = False
         self._aborted = torch.zeros(1, dtype=torch.int32, device=device)
         self._finished = torch.cuda.Event()  # of the last exchange
         group.transport.on_abort.append(self.abort)
@@ -88,9 +95,6 @@ class DeviceComm(abc.ABC):
     def broadcast(self, vector: DeviceVector) -> None: ...
 
     @abc.abstractmethod
-    def finish(self) -> torch.Tensor: ...
-
-    @abc.abstractmethod
     def release(self, vectors: Sequence[DeviceVector]) -> None: ...
 
     @property
@@ -108,17 +112,25 @@ class DeviceComm(abc.ABC):
     def _release_streams(self) -> None:
         """No stream waits for a peer any more. Called on any thread; must not block."""
 
-    def _verdict(self, bad: torch.Tensor) -> torch.Tensor:
-        """`bad`, a float; 1 if the exchange was aborted by the time that the stream comes here."""
+    @abc.abstractmethod
+    def _bad(self) -> torch.Tensor:
+        """1.0 if a value was not finite."""
+
+    def verdict(self) -> torch.Tensor:
         stream = torch.cuda.current_stream(self.device)
         cuda_driver.copy_to_device(stream.cuda_stream, self._aborted.data_ptr(), self._abort_address, 4)
-        verdict = torch.maximum(bad, self._aborted.float().view(()))
-        self._finished.record(stream)
-        return verdict
+        return torch.maximum(self._bad(), self._aborted.float().view(()))
+
+    def end(self) -> None:
+        self._finished.record(torch.cuda.current_stream(self.device))
 
     def close(self) -> None:
-        """A process cannot end while a stream of it waits."""
+        """Called again it does nothing. A process cannot end while a stream of it waits."""
+        if self._closed:
+            return
+        self._closed = True
         if not self._finished.query():
             self.abort(HoraError("the rank has left the run"))
+            self._finished.synchronize()
         if self.abort in self.group.transport.on_abort:
             self.group.transport.on_abort.remove(self.abort)

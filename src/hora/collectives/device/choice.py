@@ -81,7 +81,7 @@ def _probe(comm: DeviceComm) -> float:
         begin = time.perf_counter()
         comm.begin()
         comm.reduce(vectors[0])
-        comm.finish()
+        comm.end()
         torch.cuda.synchronize(comm.device)
         best = min(best, time.perf_counter() - begin)
     comm.release(vectors)

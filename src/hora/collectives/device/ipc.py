@@ -19,12 +19,14 @@ takes none along.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Sequence
 
 import torch
 
+from ...errors import HoraError
 from ...transport import cuda_driver
 from ...transport.arena import PAGE
 from ...transport.cuda_driver import DeviceMemory
@@ -38,7 +40,7 @@ RELEASED = 1 << 30  # beyond every count of meetings
 
 class IpcComm(DeviceComm):
     name = "ipc"
-    most_buckets = 8  # memory is so fast that little is left to hide
+    bucket_bytes = 100 << 20  # memory is so fast that little is left to hide, and each bucket costs the host calls
 
     def __init__(self, group: Group, device: torch.device) -> None:
         """Collective. HoraError, on this rank alone, if CUDA refuses."""
@@ -55,18 +57,13 @@ class IpcComm(DeviceComm):
         self._others = group.others
         self._count = 0  # of meetings
         self._inverse = torch.full((1,), 1.0 / group.size, device=device)
-        self._arenas: dict[int, tuple[DeviceMemory, list[DeviceMemory]]] = {}  # by the first vector's address
-        self._unused: list[DeviceMemory] = []  # may still be mapped by peers
-        self._parity = 0
-        found = self.allocate([VectorSpec(torch.float32, (0,) * group.size + (1,))] * 2)
-        self._found = found  # two: a peer may still read the last exchange's
+        self._released: list[DeviceVector] = []  # that peers may have mapped still
+        self._found = torch.zeros(1, device=device)  # 1 if a value was not finite
 
     @staticmethod
     def check(device: torch.device) -> None:
         """HoraError if CUDA refuses here what ranks need of each other."""
-        memory = DeviceMemory.allocate(ALIGN_BYTES, device)
-        memory.handle()
-        memory.close()
+        DeviceMemory.allocate(ALIGN_BYTES).handle()
         page = mmap.mmap(-1, PAGE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(page))
         cuda_driver.register_host(address, PAGE)
@@ -76,36 +73,31 @@ class IpcComm(DeviceComm):
 
     def allocate(self, specs: Sequence[VectorSpec]) -> list[DeviceVector]:
         num_bytes = max(ALIGN_BYTES, sum(spec.num_bytes for spec in specs))
-        mine = DeviceMemory.allocate(num_bytes, self.device)
-        mine.bytes.zero_()
+        mine = DeviceMemory.allocate(num_bytes)
+        mine.tensor(self.device).zero_()
         torch.cuda.current_stream(self.device).synchronize()
         handle = torch.frombuffer(bytearray(mine.handle()), dtype=torch.uint8)
-        handles = self.group.all_gather(handle, name="device memory")  # all ranks have released what they had
-        for memory in self._unused:
-            memory.close()
-        self._unused.clear()
-        theirs = [
-            mine if rank == self.group.rank else DeviceMemory.open(bytes(handle.tolist()), num_bytes, self.device)
+        handles = self.group.all_gather(handle, name="device memory")
+        self._released.clear()  # all ranks have released theirs
+        memories = [
+            mine if rank == self.group.rank else DeviceMemory.open(bytes(handle.tolist()), num_bytes)
             for rank, handle in enumerate(handles)
         ]
+        wholes = [memory.tensor(self.device) for memory in memories]
         vectors, at = [], 0
         for spec in specs:
             stop = at + spec.edges[-1] * spec.dtype.itemsize
-            parts = [memory.bytes[at:stop].view(spec.dtype) for memory in theirs]
+            parts = [whole[at:stop].view(spec.dtype) for whole in wholes]
             vectors.append(DeviceVector(parts[self.group.rank], spec.edges, parts))
             at += spec.num_bytes
-        if vectors:
-            others = [memory for memory in theirs if memory is not mine]
-            self._arenas[vectors[0].mine.data_ptr()] = (mine, others)
         return vectors
 
     def release(self, vectors: Sequence[DeviceVector]) -> None:
-        mine, theirs = self._arenas.pop(vectors[0].mine.data_ptr())
         torch.cuda.synchronize(self.device)
-        self._unused.append(mine)
-        if self.cause is None:
-            for memory in theirs:
-                memory.close()
+        for vector in vectors:
+            if self.cause is None:
+                vector.forget_peers()
+            self._released.append(vector)
 
     # -- the exchange ------------------------------------------------------------------------------------------------
 
@@ -117,8 +109,7 @@ class IpcComm(DeviceComm):
             cuda_driver.stream_wait(stream, self._flags[peer], self._count)
 
     def begin(self) -> None:
-        self._parity ^= 1
-        self._found[self._parity].mine.zero_()
+        self._found.zero_()
 
     def reduce(self, vector: DeviceVector) -> None:
         self.reduce_scatter(vector)
@@ -133,7 +124,7 @@ class IpcComm(DeviceComm):
         total = shard.float() if shard.dtype in HALVES else shard
         for peer in self._others:
             total.add_(vector.peers[peer][me])
-        torch._amp_foreach_non_finite_check_and_unscale_([total], self._found[self._parity].mine, self._inverse)
+        torch._amp_foreach_non_finite_check_and_unscale_([total], self._found, self._inverse)
         if total is not shard:
             shard.copy_(total)
 
@@ -147,11 +138,13 @@ class IpcComm(DeviceComm):
         if self.group.rank != 0:
             vector.mine.copy_(vector.wholes[0])
 
-    def finish(self) -> torch.Tensor:
-        """After this meeting every rank has read all that it reads of its peers' memory, but for the flags of NaN."""
+    def _bad(self) -> torch.Tensor:
+        return self._found.view(())
+
+    def end(self) -> None:
+        """After this meeting every rank has read all that it reads of its peers' memory."""
         self._meet()
-        found = self._found[self._parity]
-        return self._verdict(torch.cat(list(found.wholes)).amax())
+        super().end()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -165,9 +158,5 @@ class IpcComm(DeviceComm):
 
     def close(self) -> None:
         super().close()
-        if self.cause is None:
-            for vectors in list(self._arenas):
-                mine, theirs = self._arenas.pop(vectors)
-                for memory in theirs:
-                    memory.close()
-                self._unused.append(mine)  # freed with the process: peers may have it mapped still
+        with contextlib.suppress(HoraError):
+            cuda_driver.unregister_host(self._host)

@@ -15,7 +15,7 @@ from .base import DeviceComm, DeviceVector, VectorSpec
 
 class NcclComm(DeviceComm):
     name = "nccl"
-    most_buckets = 20
+    bucket_bytes = 25 << 20  # DDP's
 
     def __init__(self, group: Group, device: torch.device) -> None:
         dist: Any = torch.distributed
@@ -33,7 +33,7 @@ class NcclComm(DeviceComm):
         self._num_sums = 0
 
     def allocate(self, specs: Sequence[VectorSpec]) -> list[DeviceVector]:
-        self._sums = torch.zeros(max(len(self._sums), len(specs) + 1), device=self.device)  # and a status
+        self._sums = torch.zeros(max(len(self._sums), len(specs)), device=self.device)
         return [
             DeviceVector(torch.zeros(spec.edges[-1], dtype=spec.dtype, device=self.device), spec.edges)
             for spec in specs
@@ -59,12 +59,12 @@ class NcclComm(DeviceComm):
 
     def _note_sum(self, values: torch.Tensor) -> None:
         """A sum is not finite if an element is not; it takes one pass and no memory."""
-        torch.sum(values, 0, dtype=torch.float32, out=self._sums[self._num_sums])
-        self._num_sums += 1
+        if self._num_sums < len(self._sums):  # not of what comes after the verdict
+            torch.sum(values, 0, dtype=torch.float32, out=self._sums[self._num_sums])
+            self._num_sums += 1
 
-    def finish(self) -> torch.Tensor:
-        bad = torch.isfinite(self._sums[: self._num_sums]).all().logical_not().float()
-        return self._verdict(bad)
+    def _bad(self) -> torch.Tensor:
+        return torch.isfinite(self._sums[: self._num_sums]).all().logical_not().float()
 
     def release(self, vectors: Sequence[DeviceVector]) -> None:
         """Nothing to do: the memory is torch's."""

@@ -24,7 +24,7 @@ from ...parameters.shards import ParameterShard, is_dense, whole_shards
 from ..common import compression
 from ..common.sync import CommStats
 from .config import BUCKET_BYTES
-from .device_reducer import DeviceReducer, bucket_bytes
+from .device_reducer import DeviceReducer
 from .reducers import CollectiveReducer, Reducer, SharedMemoryReducer
 
 if TYPE_CHECKING:
@@ -158,9 +158,7 @@ def make_reducer(
     """
     parameters = registry.parameters
     if comm is not None and keep and all(is_dense(parameters[i]) for i in dense):
-        limit = strategy.bucket_bytes
-        if limit == BUCKET_BYTES:  # the default, which is for CPUs
-            limit = bucket_bytes(comm, sum(parameters[i].nbytes for i in dense))
+        limit = comm.bucket_bytes if strategy.bucket_bytes == BUCKET_BYTES else strategy.bucket_bytes
         buckets = plan(dense, parameters, whole_shards(parameters), limit, cut=False)
         return DeviceReducer(group, buckets, keep, traffic, comm, parameters), strategy.overlap
     shares_memory = group.transport.shares_memory and group.num_hosts == 1

@@ -29,8 +29,6 @@ from .reducers import NonfiniteGrads, Reducer
 POLL_S = 20e-6
 ROWS = 4  # status rows whose copies to the device may be under way: more than exchanges that are not read
 
-LEAST_BYTES, MOST_BYTES = 25 << 20, 256 << 20  # of a bucket
-
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
@@ -41,16 +39,13 @@ class _Slot:
 class Record:
     """What an exchange leaves: the mean of all workers' status rows, and the verdict, on their way to the host."""
 
-    def __init__(self, verdict: torch.Tensor, width: int) -> None:
-        self.verdict = verdict  # on the device
-        self.began = time.monotonic()
-        self._row = torch.empty(width + 1, dtype=torch.float64, pin_memory=True)
+    def __init__(self, mean: torch.Tensor, verdict: torch.Tensor, backward_ended: torch.cuda.Event) -> None:
+        """Enqueues the copy to the host. The last number of `mean` is not 0 if a worker's verdict was not."""
+        self._backward_ended = backward_ended
+        self.verdict = torch.maximum(verdict, (mean[-1] > 0).float())  # on the device
+        self._row = torch.empty(len(mean), dtype=torch.float64, pin_memory=True)
+        self._row.copy_(mean, non_blocking=True)
         self._arrived = torch.cuda.Event(enable_timing=True)
-
-    def fill(self, status: torch.Tensor) -> None:
-        """Enqueues the copies to the host."""
-        self._row[:-1].copy_(status, non_blocking=True)
-        self._row[-1:].copy_(self.verdict.view(1), non_blocking=True)
         self._arrived.record()
 
     @property
@@ -65,9 +60,9 @@ class Record:
         *row, verdict = self._row.tolist()
         return row, bool(verdict)
 
-    def seconds_after(self, event: torch.cuda.Event) -> float:
-        """From the event until it was here; to be called after `read`."""
-        return max(0.0, event.elapsed_time(self._arrived) / 1e3)
+    def exposed_s(self) -> float:
+        """What the exchange took after the end of backward; to be called after `read`."""
+        return max(0.0, self._backward_ended.elapsed_time(self._arrived) / 1e3)
 
 
 class DeviceReducer(Reducer):
@@ -84,13 +79,13 @@ class DeviceReducer(Reducer):
     ) -> None:
         super().__init__(group, buckets, keep, traffic)
         self.comm = comm
-        self.newest: Record | None = None  # of the last exchange
+        self._parameters = parameters
         self._text = f"the gradients of a backward, in buckets {zlib.crc32(repr(buckets).encode()):08x}"
         self._stream = torch.cuda.Stream(comm.device, priority=-1)
         self._beside = torch.cuda.stream(self._stream)
         self._packed = torch.cuda.Event()
-        self._width = 0
         self._status: DeviceVector | None = None
+        self._buffers: DeviceVector | None = None
         self._rows: collections.deque[torch.Tensor] = collections.deque()
         specs = [VectorSpec(bucket.dtype, _edges(bucket.numel, group.size)) for bucket in buckets]
         vectors = comm.allocate(specs)
@@ -131,21 +126,44 @@ class DeviceReducer(Reducer):
     def finish(self) -> None:
         """Nothing is waited for."""
 
+    def broadcast(self, buffers: Sequence[torch.Tensor]) -> None:
+        """These become rank 0's. They are small: their bytes travel in one vector."""
+        if not buffers:
+            return
+        flats = [buffer.detach().contiguous().view(-1).view(torch.uint8) for buffer in buffers]
+        sizes = [len(flat) for flat in flats]
+        if self._buffers is None or len(self._buffers.mine) != sum(sizes):
+            self._buffers = self.comm.allocate([VectorSpec(torch.uint8, _edges(sum(sizes), self.group.size))])[0]
+        with torch.no_grad():
+            torch.cat(flats, out=self._buffers.mine)
+            training = torch.cuda.current_stream(self.comm.device)
+            self._stream.wait_stream(training)
+            with self._beside:
+                self.comm.broadcast(self._buffers)
+            training.wait_stream(self._stream)
+            if self.group.rank != 0:
+                for buffer, flat in zip(buffers, self._buffers.mine.split(sizes), strict=True):
+                    buffer.copy_(flat.clone().view(buffer.dtype).view(buffer.shape))
+
     def conclude(self, row: Sequence[float]) -> Record:
         """Ends the exchange with this worker's status. What the training stream does from now on comes after it."""
         if self._status is None:
-            self._width = len(row)
-            self._status = self.comm.allocate([VectorSpec(torch.float64, _edges(len(row), self.group.size))])[0]
+            spec = VectorSpec(torch.float64, _edges(len(row) + 1, self.group.size))
+            self._status = self.comm.allocate([spec])[0]
             self._rows.extend(torch.empty(len(row), dtype=torch.float64, pin_memory=True) for _ in range(ROWS))
         self._rows.rotate()
         mine, status = self._rows[0], self._status.mine
         mine.copy_(torch.tensor(row, dtype=torch.float64))
         training = torch.cuda.current_stream(self.comm.device)
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record(training)
         with self._beside:
-            status.copy_(mine, non_blocking=True)
+            verdict = self.comm.verdict()
+            status[:-1].copy_(mine, non_blocking=True)
+            status[-1:].copy_(verdict.view(1))
             self.comm.reduce(self._status)
-            record = self.newest = Record(self.comm.finish(), self._width)
-            record.fill(status)
+            record = Record(status, verdict, ended)
+            self.comm.end()
         training.wait_stream(self._stream)
         record.verdict.record_stream(training)
         return record
@@ -157,15 +175,17 @@ class DeviceReducer(Reducer):
         return 0
 
     def close(self) -> None:
-        if self.comm.cause is None:
-            self.comm.release([slot.vector for slot in self._slots])
-            if self._status is not None:
-                self.comm.release([self._status])
-
-
-def bucket_bytes(comm: DeviceComm, total_bytes: int) -> int:
-    """Of a model whose gradients have `total_bytes`."""
-    return min(MOST_BYTES, max(LEAST_BYTES, total_bytes // comm.most_buckets))
+        """Collective. Gradients that are views of the buckets become the user's own."""
+        for bucket, slot in zip(self.buckets, self._slots, strict=True):
+            for segment, view in zip(bucket.segments, slot.views, strict=True):
+                parameter = self._parameters[segment.index]
+                if parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr():
+                    parameter.grad = parameter.grad.clone()
+        vectors = [slot.vector for slot in self._slots]
+        self._slots = []
+        vectors += [vector for vector in (self._status, self._buffers) if vector is not None]
+        self._status = self._buffers = None
+        self.comm.release(vectors)
 
 
 def _edges(numel: int, size: int) -> list[int]:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.05
+CLOSE_S = 2.0
+LATE = 2  # exchanges after which every worker has read a status
 
 
 @dataclasses.dataclass
@@ -49,8 +51,9 @@ class _Unread:
 
     record: Record
     mine: StepStatus
-    backward_ended: torch.cuda.Event
+    exchange: int
     step: int = 0  # that was counted after it; 0: none was
+    bad: bool | None = None  # the verdict, if it was read before the step
 
 
 class DeviceSync(ReplicatedSync):
@@ -58,9 +61,11 @@ class DeviceSync(ReplicatedSync):
         super().__init__(registry, hooks, strategy)
         self._comm: DeviceComm | None = None
         self._unread: collections.deque[_Unread] = collections.deque()
-        self._stop = False  # a worker wants all to stop, as a status said that was read late
+        self._newest: _Unread | None = None
+        self._stop_at = 0  # the exchange after which all stop, 0: none
         self._marked: list[torch.optim.Optimizer] = []  # they have the verdict as found_inf
         self._closing = threading.Event()
+        self._watching: threading.Thread | None = None
 
     # -- binding -----------------------------------------------------------------------------------------------------
 
@@ -72,28 +77,37 @@ class DeviceSync(ReplicatedSync):
             self._group, self.registry.parameters[0].device, self.strategy.algorithm
         )
         if self._comm is not None:
-            self._closing = threading.Event()
-            threading.Thread(target=self._watch, args=(self._closing,), name="hora-gpu-watch", daemon=True).start()
+            self._watching = threading.Thread(target=self._watch, name="hora-gpu-watch", daemon=True)
+            self._watching.start()
+            self._group.on_close.append(self._end_watch)
 
     def unbind(self) -> None:
-        self._closing.set()
-        self._unread.clear()
         if self._comm is not None:
+            self._end_watch()
+            self._unread.clear()
+            self._newest = None
             self._backward.unhook()
             self._plans.close()
             self._comm.close()
             self._comm = self._plans.comm = None
         super().unbind()
 
-    def _watch(self, closing: threading.Event) -> None:
+    def _end_watch(self) -> None:
+        """A thread that is inside of CUDA when Python ends would abort the process."""
+        self._closing.set()
+        if self._watching is not None:
+            self._watching.join(CLOSE_S)
+            self._watching = None
+
+    def _watch(self) -> None:
         """On a thread of its own: tells the other ranks where the GPU waits, if it does so for long."""
-        group, wait, record = self._group, None, None
+        group, closing, wait, watched = self._group, self._closing, None, None
         while not closing.wait(WATCH_S):
             newest = self._newest
-            if newest is None or newest.arrived:
+            if newest is None or newest.record.arrived:
                 wait = None
-            elif newest is not record or wait is None:
-                wait, record = BoundedWait(group.transport, tuple(group.others)), newest
+            elif newest is not watched or wait is None:
+                wait, watched = BoundedWait(group.transport, tuple(group.others)), newest
             if group.deadlocks is not None:
                 late = wait is not None and time.monotonic() - wait.started > LONG_WAIT_S
                 scope = group.wait_scope
@@ -104,11 +118,6 @@ class DeviceSync(ReplicatedSync):
                 except HoraError as error:
                     group.consistency.abort(error)
                     return
-
-    @property
-    def _newest(self) -> Record | None:
-        reducer = self._plans.reducer
-        return reducer.newest if isinstance(reducer, DeviceReducer) else None
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -144,32 +153,40 @@ class DeviceSync(ReplicatedSync):
             super()._exchange_status()
             return
         mine = self._status()
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record()
-        unread = _Unread(reducer.conclude(mine.row()), mine, ended)
+        if not self._buffers_by_host:
+            mine = dataclasses.replace(mine, buffers=0.0)
+            reducer.broadcast(list(self.registry.buffers.values()))
+        unread = self._newest = _Unread(reducer.conclude(mine.row()), mine, self.hooks.num_exchanges)
         self.traffic.num_exchanges += 1
         if (
             self._grads.missing
             or self._unfrozen
             or mine.weight != mine.expected
-            or mine.buffers
+            or self._buffers_by_host
             or 0 < self.hooks.batch.present < self._group.size
         ):
             self._read()
-            status, _ = self._take(unread)
-            self._conclude(status)
-            self.outcome.stop |= self._stop
+            status, unread.bad = self._take(unread)
+            self._note_stop(status, unread)
+            self._conclude(dataclasses.replace(status, stop=0.0))
         else:
             self._unread.append(unread)
             self._close_exchange()
-            self.outcome = StepOutcome(stop=self._stop)
+            self.outcome = StepOutcome()
+        self.outcome.stop = 0 < self._stop_at <= self.hooks.num_exchanges
+
+    @property
+    def _buffers_by_host(self) -> bool:
+        """Else rank 0's buffers are sent with every exchange, as DDP sends them."""
+        buffers, device = self.registry.buffers.values(), self.registry.parameters[0].device
+        return self.strategy.sync_buffers != "rank0" or any(buffer.device != device for buffer in buffers)
 
     def _take(self, unread: _Unread) -> tuple[StepStatus, bool]:
         """Blocks until the outcome of an exchange is here: the sum of all workers' status, and the verdict."""
         begin = time.perf_counter()
         row, bad = unread.record.read(self._group.transport.check)
         self._group.transport.check()
-        self.traffic.exposed_s += unread.record.seconds_after(unread.backward_ended)
+        self.traffic.exposed_s += unread.record.exposed_s()
         self.traffic.comm_s += time.perf_counter() - begin
         return StepStatus.of([value * self._group.size for value in row]), bad
 
@@ -185,10 +202,15 @@ class DeviceSync(ReplicatedSync):
                     f"job.weight() changed the weight of step {unread.step} on some workers only: on GPUs every worker "
                     "calls it in the same steps"
                 )
-            self._stop |= bool(status.stop)
-            if bad and unread.step and self.hooks.on_nonfinite != "poison":
-                self.hooks.step -= 1
-                self._refuse(unread.step, late=True)
+            self._note_stop(status, unread)
+            if bad and unread.bad is None and self.hooks.on_nonfinite != "poison":
+                self.hooks.step -= bool(unread.step)
+                self._refuse(unread.step or self.hooks.step + 1, late=True)
+
+    def _note_stop(self, status: StepStatus, unread: _Unread) -> None:
+        """Workers may read it at different times, and stop after the same step: when all have read it."""
+        if status.stop and not self._stop_at:
+            self._stop_at = unread.exchange + LATE
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -196,14 +218,18 @@ class DeviceSync(ReplicatedSync):
         newest = self._newest
         if newest is None:
             return
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        record = newest.record
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if newest.bad is None and not fused:
+            newest.bad = record.read(self._group.transport.check)[1]
+        if newest.bad:
+            self._refuse(self.hooks.step + 1)
+        elif fused:
             found = getattr(optimizer, "found_inf", None)  # a scaler's
             if found is None:
                 self._marked.append(optimizer)
-            verdict = newest.verdict if found is None else torch.maximum(newest.verdict, found)
+            verdict = record.verdict if found is None else torch.maximum(record.verdict, found)
             optimizer.found_inf = verdict  # type: ignore[attr-defined]
-        elif newest.read(self._group.transport.check)[1]:
-            self._refuse(self.hooks.step + 1)
 
     def _refuse(self, step: int, late: bool = False) -> None:
         """The optimizer must not take this step; `late`: it did not, and gradients are those of the next one."""
@@ -246,13 +272,15 @@ class DeviceSync(ReplicatedSync):
 
     def join(self, event: LoopEvent) -> None:
         super().join(event)
-        if event not in (LoopEvent.ENTERED, LoopEvent.CLOSED):
+        if event is LoopEvent.ENTERED:
+            self._stop_at = 0  # a run that was restored goes on
+        elif event is not LoopEvent.CLOSED:
             self._read_all()
 
     def _read_all(self) -> None:
         if self.group is not None and not self.hooks.halted:
             self._read()
-            self.outcome.stop |= self._stop
+            self.outcome.stop |= bool(self._stop_at)
 
     def snapshot(self, complete: bool = True) -> Snapshot:
         self._read_all()
