@@ -32,7 +32,7 @@ test-ecosystems: $(READY)
 	$(BIN)/python -m pytest -m ecosystem
 
 test-cuda: $(READY)
-	$(BIN)/python -m pytest tests/test_cuda.py
+	$(BIN)/python -m pytest tests/cuda
 
 check: lint test
 

@@ -7,9 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 SCRIPT = """
 import torch, hora
@@ -48,8 +45,8 @@ group = job.group
 flat = torch.arange(1000.0, device=job.device)
 for algorithm in ("auto", "ring", "shared"):
     assert hora.all_reduce(flat, "mean", algorithm) is flat
-assert not group._engines  # nobody to exchange with: NCCL is not even started
-engine._on_gpu(group, flat, OPERATIONS["mean"], by_host=None)  # the way these three take with a GPU for each rank
+assert not group._engines  # without peers NCCL is not even started
+engine._by_engine(group, flat, OPERATIONS["mean"], "nccl")  # the way these three take with a GPU for each rank
 assert "nccl" in group._engines and torch.equal(flat.cpu(), torch.arange(1000.0))
 print("fine", job.rank)
 """
