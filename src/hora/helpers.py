@@ -13,9 +13,11 @@ from .job import current
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Clips the norm of the mean gradient, as torch.nn.utils.clip_grad_norm_ does, under every strategy.
+    """As torch.nn.utils.clip_grad_norm_, also under update=sharded, where no worker holds the whole mean gradient.
 
-    Collective: call it on every worker, between backward() and step(). Returns the norm before clipping.
+    In the all-reduce family it clips the mean gradient. Under ps, local and diloco it clips the worker's own gradient;
+    `ps:clip_norm=` clips the mean on the servers (sync). Call it on every worker, between backward() and step(): under
+    update=sharded it is collective. Returns the norm before clipping.
     """
     return current().training.clip(parameters, max_norm, float(norm_type))
 
