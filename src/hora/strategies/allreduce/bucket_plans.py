@@ -23,7 +23,6 @@ from ...parameters.registry import ParameterRegistry
 from ...parameters.shards import ParameterShard, is_dense, whole_shards
 from ..common import compression
 from ..common.sync import CommStats
-from .config import BUCKET_BYTES
 from .device_reducer import DeviceReducer
 from .reducers import CollectiveReducer, Reducer, SharedMemoryReducer
 
@@ -158,7 +157,8 @@ def make_reducer(
     """
     parameters = registry.parameters
     if comm is not None and keep and all(is_dense(parameters[i]) for i in dense):
-        limit = comm.bucket_bytes if strategy.bucket_bytes == BUCKET_BYTES else strategy.bucket_bytes
+        chosen = strategy.bucket_bytes
+        limit = comm.bucket_bytes if chosen == type(strategy).bucket_bytes else chosen  # the default is for CPUs
         buckets = plan(dense, parameters, whole_shards(parameters), limit, cut=False)
         return DeviceReducer(group, buckets, keep, traffic, comm, parameters), strategy.overlap
     shares_memory = group.transport.shares_memory and group.num_hosts == 1

@@ -33,7 +33,7 @@ from ..common.hooks import TrainingHooks
 from ..common.step_status import StepStatus
 from ..common.sync import ExchangeCancelled, LoopEvent, Snapshot, StepOutcome
 from .device_reducer import DeviceReducer, Record
-from .replicated import ReplicatedSync
+from .replicated import ReplicatedSync, check_together
 
 if TYPE_CHECKING:
     from .config import AllReduce
@@ -195,7 +195,7 @@ class DeviceSync(ReplicatedSync):
         while len(self._unread) > keep:
             unread = self._unread[0]
             status, bad = self._take(unread)
-            self._compare(status, unread.mine)
+            check_together(self._group, status, unread.mine)
             self._unread.popleft()
             if abs(status.weight - status.expected) > 1e-6 * status.expected:
                 raise HoraError(

@@ -276,7 +276,7 @@ class ReplicatedSync(Sync):
         self.outcome = StepOutcome(stop=bool(status.stop))
         if self._plans.reducer is not None:
             self._plans.reducer.settle(counts=not status.nonfinite)
-        self._compare(status, StepStatus(loop=self.hooks.loop, step=self._num_steps))
+        check_together(self._group, status, StepStatus(loop=self.hooks.loop, step=self._num_steps))
         settled = self._unfrozen
         if status.weight:  # not where only unfrozen parameters were reduced
             settled, self._factor = self._counted, status.expected / status.weight
@@ -300,16 +300,6 @@ class ReplicatedSync(Sync):
         self._backward.passed = False
         self._backward.running = False
         self.hooks.exchanging = False
-
-    def _compare(self, status: StepStatus, mine: StepStatus) -> None:
-        """Raises if a worker was elsewhere."""
-        size = self._group.size
-        if status.loop != mine.loop * size:
-            way_out = "did one leave its loop or skip a backward()?"
-            raise ExchangeCancelled(difference(self._group, int(mine.loop), "loops have begun", way_out))
-        if status.step != mine.step * size:
-            way_out = "every worker must call optimizer.step() after the same backward()"
-            raise HoraError(difference(self._group, int(mine.step), "steps were taken", way_out))
 
     def _correct(self, factor: float) -> None:
         scale_gradients(self._parameters(self._counted), factor)
@@ -402,3 +392,13 @@ class ReplicatedSync(Sync):
     @property
     def _group(self) -> Group:
         return cast(Group, self.group)
+
+
+def check_together(group: Group, status: StepStatus, mine: StepStatus) -> None:
+    """Raises if the sum of all workers' status says that one of them was elsewhere than `mine`."""
+    if status.loop != mine.loop * group.size:
+        way_out = "did one leave its loop or skip a backward()?"
+        raise ExchangeCancelled(difference(group, int(mine.loop), "loops have begun", way_out))
+    if status.step != mine.step * group.size:
+        way_out = "every worker must call optimizer.step() after the same backward()"
+        raise HoraError(difference(group, int(mine.step), "steps were taken", way_out))
