@@ -83,8 +83,8 @@ class HostReducer(DeviceReducer):
 
     def conclude(self, row: Sequence[float]) -> Any:
         bad = not all(bool(torch.isfinite(flat).all()) for flat in self._flats)
-        mean = torch.tensor(row, dtype=torch.float64)
-        handle = self.group.all_reduce(mean, "mean", "ring", name="status", wait=False)
+        total = torch.tensor(row, dtype=torch.float64)
+        handle = self.group.all_reduce(total, "sum", "ring", name="status", wait=False)
         return HostRecord(handle, torch.tensor(float(bad)))
 
     def close(self) -> None:

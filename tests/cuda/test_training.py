@@ -70,8 +70,8 @@ mine = train(job.rank, job.size, lambda m, o, s: job.prepare(m, o, scaler=s), jo
 digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in mine)).hexdigest()
 start = [p.detach().float().cpu() for p in build().parameters()]
 wanted = train(0, 1, lambda m, o, s: None)
-moved = max(float((a - b).abs().max()) for a, b in zip(wanted, start))
-apart = max(float((a - b).abs().max()) for a, b in zip(wanted, mine))
+moved = sum(float((a - b).square().sum()) for a, b in zip(wanted, start)) ** 0.5
+apart = sum(float((a - b).square().sum()) for a, b in zip(wanted, mine)) ** 0.5
 print(f"digest {digest[:16]} apart {apart / moved:.6f} end")
 """
 

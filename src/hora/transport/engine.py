@@ -213,9 +213,8 @@ class TorchBackend(EngineBackend):
         prefixed = dist.PrefixStore(name, store)
         if name == "nccl":
             set_nccl_interface(bind)
-            for setting in ("DUMP_ON_TIMEOUT", "ENABLE_MONITORING", "TRACE_BUFFER_SIZE"):
-                os.environ.setdefault(f"TORCH_NCCL_{setting}", "0")  # Hora names calls and causes; a trace costs time
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+            for setting in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_FR_BUFFER_SIZE"):
+                os.environ.setdefault(setting, "0")  # Hora names calls and causes; a trace of every call costs time
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
             self._group: Any = dist.ProcessGroupNCCL(prefixed, spec.rank, spec.size, options)

@@ -2,7 +2,7 @@
 
     allocate(sizes)            collective, may block: vectors that the calls below take
     begin()                    a new exchange
-    reduce(vector)             the vector becomes the mean of all ranks' vectors
+    reduce(vector, mean)       the vector becomes the mean, or the sum, of all ranks' vectors
     reduce_scatter(vector)     this rank's shard of it does; the rest is lost
     all_gather(vector)         every rank's shard comes to all ranks
     broadcast(vector)          the vector becomes rank 0's
@@ -83,7 +83,7 @@ class DeviceComm(abc.ABC):
     def begin(self) -> None: ...
 
     @abc.abstractmethod
-    def reduce(self, vector: DeviceVector) -> None: ...
+    def reduce(self, vector: DeviceVector, mean: bool = True) -> None: ...
 
     @abc.abstractmethod
     def reduce_scatter(self, vector: DeviceVector) -> None: ...

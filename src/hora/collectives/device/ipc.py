@@ -56,6 +56,7 @@ class IpcComm(DeviceComm):
         super().__init__(group, device)
         self._others = group.others
         self._count = 0  # of meetings
+        self._one = torch.ones(1, device=device)
         self._inverse = torch.full((1,), 1.0 / group.size, device=device)
         self._released: list[DeviceVector] = []  # that peers may have mapped still
         self._found = torch.zeros(1, device=device)  # 1 if a value was not finite
@@ -111,11 +112,14 @@ class IpcComm(DeviceComm):
     def begin(self) -> None:
         self._found.zero_()
 
-    def reduce(self, vector: DeviceVector) -> None:
-        self.reduce_scatter(vector)
+    def reduce(self, vector: DeviceVector, mean: bool = True) -> None:
+        self._reduce_shard(vector, self._inverse if mean else self._one)
         self.all_gather(vector)
 
     def reduce_scatter(self, vector: DeviceVector) -> None:
+        self._reduce_shard(vector, self._inverse)
+
+    def _reduce_shard(self, vector: DeviceVector, factor: torch.Tensor) -> None:
         self._meet()
         me = self.group.rank
         shard = vector.shards[me]
@@ -124,7 +128,7 @@ class IpcComm(DeviceComm):
         total = shard.float() if shard.dtype in HALVES else shard
         for peer in self._others:
             total.add_(vector.peers[peer][me])
-        torch._amp_foreach_non_finite_check_and_unscale_([total], self._found, self._inverse)
+        torch._amp_foreach_non_finite_check_and_unscale_([total], self._found, factor)
         if total is not shard:
             shard.copy_(total)
 

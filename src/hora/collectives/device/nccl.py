@@ -27,6 +27,8 @@ class NcclComm(DeviceComm):
         self._from_first = dist.BroadcastOptions()
         self._mean = dist.AllreduceOptions()
         self._mean.reduceOp = dist.ReduceOp.AVG
+        self._sum = dist.AllreduceOptions()
+        self._sum.reduceOp = dist.ReduceOp.SUM
         self._mean_shard = dist.ReduceScatterOptions()
         self._mean_shard.reduceOp = dist.ReduceOp.AVG
         self._sums = torch.zeros(1, device=device)
@@ -42,8 +44,8 @@ class NcclComm(DeviceComm):
     def begin(self) -> None:
         self._num_sums = 0
 
-    def reduce(self, vector: DeviceVector) -> None:
-        self._nccl.allreduce([vector.mine], self._mean).wait()
+    def reduce(self, vector: DeviceVector, mean: bool = True) -> None:
+        self._nccl.allreduce([vector.mine], self._mean if mean else self._sum).wait()
         self._note_sum(vector.mine)
 
     def reduce_scatter(self, vector: DeviceVector) -> None:

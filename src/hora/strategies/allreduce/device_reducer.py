@@ -37,14 +37,14 @@ class _Slot:
 
 
 class Record:
-    """What an exchange leaves: the mean of all workers' status rows, and the verdict, on their way to the host."""
+    """What an exchange leaves: the sum of all workers' status rows, and the verdict, on their way to the host."""
 
-    def __init__(self, mean: torch.Tensor, verdict: torch.Tensor, backward_ended: torch.cuda.Event) -> None:
-        """Enqueues the copy to the host. The last number of `mean` is not 0 if a worker's verdict was not."""
+    def __init__(self, total: torch.Tensor, verdict: torch.Tensor, backward_ended: torch.cuda.Event) -> None:
+        """Enqueues the copy to the host. The last number of `total` is not 0 if a worker's verdict was not."""
         self._backward_ended = backward_ended
-        self.verdict = torch.maximum(verdict, (mean[-1] > 0).float())  # on the device
-        self._row = torch.empty(len(mean), dtype=torch.float64, pin_memory=True)
-        self._row.copy_(mean, non_blocking=True)
+        self.verdict = torch.maximum(verdict, (total[-1] > 0).float())  # on the device
+        self._row = torch.empty(len(total), dtype=torch.float64, pin_memory=True)
+        self._row.copy_(total, non_blocking=True)
         self._arrived = torch.cuda.Event(enable_timing=True)
         self._arrived.record()
 
@@ -53,7 +53,7 @@ class Record:
         return self._arrived.query()
 
     def read(self, check: Callable[[], None]) -> tuple[list[float], bool]:
-        """Blocks until it is here: the mean row, and whether the exchange left something that must not be used."""
+        """Blocks until it is here: the sum of the rows, and whether the exchange left what must not be used."""
         while not self._arrived.query():
             check()
             time.sleep(POLL_S)
@@ -161,7 +161,7 @@ class DeviceReducer(Reducer):
             verdict = self.comm.verdict()
             status[:-1].copy_(mine, non_blocking=True)
             status[-1:].copy_(verdict.view(1))
-            self.comm.reduce(self._status)
+            self.comm.reduce(self._status, mean=False)
             record = Record(status, verdict, ended)
             self.comm.end()
         training.wait_stream(self._stream)

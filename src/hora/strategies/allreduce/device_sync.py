@@ -188,7 +188,7 @@ class DeviceSync(ReplicatedSync):
         self._group.transport.check()
         self.traffic.exposed_s += unread.record.exposed_s()
         self.traffic.comm_s += time.perf_counter() - begin
-        return StepStatus.of([value * self._group.size for value in row]), bad
+        return StepStatus.of(row), bad
 
     def _read(self, keep: int = 0) -> None:
         """Reads the outcome of all exchanges but the `keep` newest."""
