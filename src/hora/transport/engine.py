@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ABORT_TAG = 1 << 20  # no message has it
-CLOSE_S = 1.0
+CLOSE_S = 4.0  # a thread that returns from the engine while Python ends would abort the process
 
 OPERATIONS = {  # names of torch.distributed.ReduceOp and of MPI; the mean is divided here
     "sum": ("SUM", "SUM"), "mean": ("SUM", "SUM"), "prod": ("PRODUCT", "PROD"), "min": ("MIN", "MIN"),
