@@ -26,7 +26,7 @@ class NcclComm(DeviceComm):
         self._nccl = backend.process_group
         self._from_first = dist.BroadcastOptions()
         self._mean = dist.AllreduceOptions()
-        self._mean.reduceOp = dist.ReduceOp.AVG
+        self._mean.reduceOp = dist.ReduceOp.AVG if group.size > 1 else dist.ReduceOp.SUM  # whose copy costs time
         self._sum = dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp.SUM
         self._mean_shard = dist.ReduceScatterOptions()
