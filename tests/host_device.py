@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,18 +17,20 @@ from hora.strategies.allreduce import bucket_plans, device_sync
 from hora.strategies.allreduce.config import AllReduce
 from hora.strategies.allreduce.device_reducer import DeviceReducer
 from hora.strategies.allreduce.device_sync import DeviceSync
+from hora.strategies.base import REGISTERED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnHost(AllReduce):
-    name: ClassVar[str] = "onhost"
-
     @property
     def algorithm(self) -> str:
         return "ring"
 
     def sync(self, registry: Any, hooks: Any) -> DeviceSync:
         return DeviceSync(registry, hooks, self)
+
+
+OnHost.name = "onhost"  # now, so that it is registered only while a test uses it
 
 
 class HostRecord:
@@ -95,5 +97,6 @@ class HostReducer(DeviceReducer):
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = SimpleNamespace(bucket_bytes=1500, cause=None, abort=lambda cause: None, close=lambda: None)
+    monkeypatch.setitem(REGISTERED, "onhost", OnHost)
     monkeypatch.setattr(bucket_plans, "DeviceReducer", HostReducer)
     monkeypatch.setattr(device_sync, "open_comm", lambda group, device, algorithm: comm)

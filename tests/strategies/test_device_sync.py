@@ -9,7 +9,6 @@ import torch
 
 import ranks
 import trainings
-from hora.strategies import base
 from host_device import on_host
 from trainings import batch, loss_of, mlp, parameters_of, part, same, uneven
 
@@ -205,7 +204,3 @@ def test_gradients_stay_after_the_strategy_is_unbound() -> None:
         )
 
     ranks.run(2, work)
-
-
-def test_the_strategy_of_these_tests_is_registered_for_them_alone() -> None:
-    assert base.REGISTERED["onhost"].__module__ == "host_device"
