@@ -9,7 +9,7 @@ The seam between the training loop, as PyTorch's hooks see it, and the architect
     unscaled(optimizer, found)    a GradScaler has unscaled the gradients and looked for infinities
     clip(parameters, ...)         hora.clip_grad_norm_
     step(optimizer)               the user called optimizer.step(); None if the step is not taken, else what commits it
-    join(event)                   the worker enters or leaves a training loop, as DDP's Join
+    join(event)                   the worker enters or leaves a training loop
     abort(cause)                  ends every wait of an exchange; thread-safe
     snapshot(), restore()         collective: complete parameters, buffers and optimizer state of one step
     describe()                    figures for job.log, the dashboard and the summary
