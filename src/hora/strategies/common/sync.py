@@ -18,7 +18,7 @@ The seam between the training loop, as PyTorch's hooks see it, and the architect
 All but `abort` and `describe` are called on the training thread. All but `before_forward` may block, and a lost peer
 raises PeerLost out of any of them. `bind` and `unbind` may be called at any step boundary, by all workers; what
 parameter servers hold, and a worker's connections to them, last until `join(CLOSED)`. The commit point of a step is the
-return of `step`: until then no parameter has changed."""
+return of `step`: until then no parameter has changed. Under `ps` it has, by then: `step` pulls the update."""
 
 from __future__ import annotations
 
