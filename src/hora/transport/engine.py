@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed
 
 from ..coordinator import CoordinatorConnection
 from ..errors import HoraError
@@ -150,6 +151,8 @@ class EngineTransport(Transport):
                 raise ValueError("the engine 'mpi' needs ranks that mpirun started: mpirun -n N python script.py")
             return cls(spec, MpiBackend(spec))
         name = "gloo" if backend == "auto" else backend
+        if name == "nccl" and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+            raise ValueError("the engine 'nccl' needs GPUs and a torch with NCCL: on CPUs use 'gloo', or 'ring'")
         if spec.rank == 0:
             log.warning("the engine's connections (%s) are not authenticated: use them in a trusted network", name)
 
